@@ -1,0 +1,1 @@
+"""Tidy rows -> conclusions, as pure functions.  Knows statistics, knows no formats."""

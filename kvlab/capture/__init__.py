@@ -1,0 +1,1 @@
+"""Outside text and bytes -> tidy rows.  Knows formats, knows no statistics."""

@@ -1,0 +1,1 @@
+"""Launching vLLM, Dynamo and the router; the load; the stand-in model."""

@@ -1,0 +1,1 @@
+"""Where a process runs: this machine, a shaped network link, a Ray cluster."""

@@ -1,0 +1,250 @@
+"""The run folder: a manifest that tells how the run ended, and tidy Parquet tables.
+
+::
+
+    runs/EXPERIMENT/TIME-LABEL/
+      manifest.json  summary.json  *.parquet  logs/  charts/  notebook.ipynb  report.html
+
+Every file is written to a temporary name and renamed, so a crash leaves the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pandas as pd
+
+from kvlab import __version__, schema
+from kvlab.errors import BadInput, Contradicted, KvlabError, RunFailed
+from kvlab.paths import shared_dir
+
+RUNNING = "running"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` by a temporary name in the same folder, synced before the rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False, default=str, allow_nan=True) + "\n").encode()
+
+
+def safe_name(text: str) -> str:
+    """Turn ``text`` into one path component: letters, digits, ``._-``; never empty, never ``..``."""
+    return re.sub(r"[^\w.-]+", "-", text, flags=re.UNICODE).strip(".-") or "run"
+
+
+class Run:
+    """One run folder, open for reading; for writing too when this process made it.
+
+    ``frozen`` runs (recordings under data/, or a run opened for replay) are never written to.
+    """
+
+    def __init__(self, path: Path, *, frozen: bool) -> None:
+        self.path = path
+        self.frozen = frozen
+        self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text("utf-8"))
+        #: where charts, summary and report of *this* execution go; None: nowhere (plain replay)
+        self.out: Path | None = None if frozen else path
+        self._t0 = time.monotonic()
+
+    @property
+    def id(self) -> str:
+        """EXPERIMENT/FOLDER, for captions and tooltips."""
+        return f"{self.manifest['experiment']}/{self.path.name}"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of raw logs."""
+        return self.path / "logs"
+
+    def elapsed_s(self) -> float:
+        """Seconds since this object opened the run, by the monotonic clock (a stepping clock is harmless)."""
+        return time.monotonic() - self._t0
+
+    def has(self, table: str) -> bool:
+        """Tell whether the run holds ``table``."""
+        return (self.path / f"{table}.parquet").is_file()
+
+    def table(self, name: str) -> pd.DataFrame:
+        """Load a tidy table, or an empty one with the schema's columns when the run has none."""
+        if not self.has(name):
+            if name not in schema.TABLES:
+                raise BadInput(f"no table named {name!r}; known: {', '.join(schema.TABLES)}")
+            return pd.DataFrame({c.name: [] for c in schema.TABLES[name]})
+        try:
+            return pd.read_parquet(self.path / f"{name}.parquet")
+        except (OSError, ValueError) as error:
+            raise BadInput(f"{self.path / name}.parquet cannot be read: {error}") from None
+
+    def write(self, name: str, frame: pd.DataFrame) -> None:
+        """Write (replace) a tidy table after checking it against the schema."""
+        self._writable()
+        import io
+
+        import pyarrow.parquet as pq
+
+        buffer = io.BytesIO()
+        pq.write_table(schema.conform(name, frame), buffer, compression="zstd")
+        try:
+            write_atomic(self.path / f"{name}.parquet", buffer.getvalue())
+        except OSError as error:
+            raise RunFailed(f"cannot write {name}.parquet into {self.path}: {error.strerror}") from None
+
+    def update(self, **entries: Any) -> None:
+        """Merge ``entries`` into manifest.json."""
+        self._writable()
+        self.manifest.update(entries)
+        try:
+            write_atomic(self.path / "manifest.json", _json(self.manifest))
+        except OSError as error:
+            raise RunFailed(f"cannot write manifest.json into {self.path}: {error.strerror}") from None
+
+    def conclude(self, verdict: str, **numbers: Any) -> None:
+        """Write summary.json: the verdict in words and the numbers it was computed from."""
+        if self.out is not None:
+            document = {
+                "experiment": self.manifest["experiment"],
+                "run": str(self.path),
+                "outcome": self.manifest.get("outcome"),
+                "verdict": verdict,
+                **numbers,
+            }
+            write_atomic(self.out / "summary.json", _json(document))
+
+    def _writable(self) -> None:
+        if self.frozen:
+            raise RuntimeError(f"{self.path} is a recording; it is never written to")
+
+    @contextmanager
+    def recording(self) -> Iterator[Run]:
+        """Keep the outcome in the manifest, whatever ends the block: completed, failed, interrupted.
+
+        SIGTERM is turned into KeyboardInterrupt for the block, so that clean-up runs.
+        """
+
+        def terminate(signum: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt(signal.Signals(signum).name)
+
+        main = threading.current_thread() is threading.main_thread()
+        previous = signal.signal(signal.SIGTERM, terminate) if main else None
+        outcome, error = "failed", ""
+        try:
+            yield self
+            outcome = self.manifest.get("outcome")
+            outcome = "completed" if outcome == RUNNING else str(outcome)
+        except KeyboardInterrupt:
+            outcome, error = "interrupted", "interrupted"
+            raise
+        except Contradicted as problem:
+            outcome, error = "contradicted", str(problem)
+            raise
+        except KvlabError as problem:
+            error = str(problem)
+            raise
+        except BaseException as problem:
+            error = f"{type(problem).__name__}: {problem}"
+            raise
+        finally:
+            if main and previous is not None:
+                signal.signal(signal.SIGTERM, previous)
+            end = {"outcome": outcome, "end": _now()}
+            # On a full disk the data error is the one to show, not the manifest's.
+            try:
+                self.update(**end, **({"error": error} if error else {}))
+            except KvlabError:
+                if outcome == "completed":
+                    raise
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+
+
+def create(
+    experiment: str,
+    params: Mapping[str, Any],
+    *,
+    out: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    label: str = "",
+) -> Run:
+    """Make a run folder and its manifest.
+
+    :param out: the folder that takes EXPERIMENT/TIME-LABEL; ``runs`` in the current one by default
+    :param run_dir: the run folder itself, when the caller chose it (it may exist, without a manifest)
+    :raises BadInput: when the folder cannot be made or holds a run already
+    """
+    from kvlab.capture import provenance
+
+    if run_dir:
+        path = Path(run_dir)
+    else:
+        stamp = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%S")
+        name = f"{stamp}-{safe_name(label)}" if label else stamp
+        path = Path(out or "runs") / experiment / name
+        # Two runs started in the same second must not share a folder.
+        n = 2
+        while path.exists():
+            path, n = path.with_name(f"{name}-{n}"), n + 1
+    path = path.resolve()
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        (path / "charts").mkdir(exist_ok=True)
+        if (path / "manifest.json").exists():
+            raise BadInput(f"{path} holds a run already; choose another folder")
+        manifest = {
+            "experiment": experiment,
+            "label": label,
+            "kvlab": __version__,
+            "outcome": RUNNING,
+            "start": _now(),
+            "pid": os.getpid(),
+            "parameters": dict(params),
+            "commands": [],
+            "provenance": provenance.collect(),
+        }
+        write_atomic(path / "manifest.json", _json(manifest))
+    except OSError as error:
+        raise BadInput(f"cannot make the run folder {path}: {error.strerror}; choose another with --out") from None
+    return Run(path, frozen=False)
+
+
+def find(name: str | Path) -> Path:
+    """Return the run folder that ``name`` means: a path, or EXPERIMENT/NAME under data/.
+
+    Raises BadInput when there is none.
+    """
+    for path in (Path(name), shared_dir("data") / str(name)):
+        if (path / "manifest.json").is_file():
+            return path.resolve()
+    raise BadInput(f"no run at {str(name)!r}: a run folder holds manifest.json; `kvlab list` shows recordings")
+
+
+def load(name: str | Path) -> Run:
+    """Open a run folder or a recording for reading."""
+    path = find(name)
+    try:
+        return Run(path, frozen=True)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path / 'manifest.json'} cannot be read: {error}") from None

@@ -1,0 +1,1 @@
+"""One module a command-line verb: ``configure(parser)`` and ``main(args) -> exit code``."""
