@@ -1,0 +1,244 @@
+"""One pydantic model an experiment: what papermill injects, what a parameter file may say.
+
+Unknown keys are refused (papermill only warns), types and ranges are checked, units are in the names.
+papermill guesses types from text alone (``-p sizes [1,2]`` arrives as a string, ``-p tp 2.0`` as a
+float), so the models take those forms too, and refuse what only looks like a number.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kvlab.errors import BadInput
+from kvlab.paths import shared_dir
+
+
+def _listed(value: Any) -> Any:
+    """Accept ``a,b``, YAML or JSON text for a list, and a lone scalar for a list of one."""
+    if isinstance(value, str):
+        if value.lstrip().startswith("["):
+            try:
+                return yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise ValueError(f"{value!r} is not a list") from None
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _structured(value: Any) -> Any:
+    """Accept YAML or JSON text for a mapping or a list of mappings."""
+    if isinstance(value, str):
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{value!r} is not YAML") from None
+    return value
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not a truth value")
+    return value
+
+
+def _text(value: Any) -> Any:
+    # YAML reads a bare no/off/on as a truth value, which UCX_TLS or a switch never means.
+    if isinstance(value, bool):
+        raise ValueError(f"YAML read this as {value}; put the value in quotes")
+    return str(value) if isinstance(value, int | float) else value
+
+
+Number = Annotated[int, BeforeValidator(_not_bool)]
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
+Whole = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
+Text = Annotated[str, BeforeValidator(_text)]
+Counts = Annotated[list[Count], BeforeValidator(_listed), Field(min_length=1)]
+Texts = Annotated[list[Text], BeforeValidator(_listed), Field(min_length=1)]
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Env = Annotated[dict[EnvName, Text], BeforeValidator(_structured)]
+
+
+class Strict(BaseModel):
+    """Unknown keys are refused; values are checked on assignment too."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, str_strip_whitespace=True)
+
+
+class Arm(Strict):
+    """One side of a comparison: a label, an environment, and the transport that the label claims."""
+
+    label: Annotated[Text, Field(min_length=1, max_length=60)]
+    #: environment of both sides, then what only one of them gets
+    env: Env = {}
+    initiator_env: Env = {}
+    target_env: Env = {}
+    #: the transport the label claims (``cma``, ``tcp``, ``rc_mlx5``, ``nvlink``, ...); empty claims nothing
+    expect: Text = ""
+    #: NIXL's UCX worker threads (vLLM passes 4); None takes the experiment's value
+    nixl_threads: Whole | None = None
+    #: NIXL's progress thread; None takes the experiment's value
+    progress_thread: bool | None = None
+
+
+Arms = Annotated[list[Arm], BeforeValidator(_structured), Field(min_length=1)]
+
+
+class Experiment(Strict):
+    """What every experiment takes."""
+
+    #: a run folder, or EXPERIMENT/NAME under data/: read it instead of measuring
+    replay: Text = ""
+    #: the run folder to write, chosen by ``kvlab run``; empty: ``out``/EXPERIMENT/TIME-LABEL
+    run_dir: Text = ""
+    out: Text = "runs"
+    label: Annotated[Text, Field(max_length=80)] = ""
+
+    @model_validator(mode="after")
+    def _unique_arms(self) -> Experiment:
+        labels = [arm.label for arm in getattr(self, "arms", [])]
+        twice = {x for x in labels if labels.count(x) > 1}
+        if twice:
+            raise ValueError(f"two arms have the label {sorted(twice)[0]!r}")
+        return self
+
+
+class PullParams(Experiment):
+    """What every experiment that pulls between two NIXL agents takes."""
+
+    arms: Arms
+    memory: Literal["DRAM", "VRAM"] = "DRAM"
+    initiator_gpu: Whole = 0
+    target_gpu: Whole = 0
+    shape: Literal["scattered", "contiguous"] = "scattered"
+    in_flight: Count = 1
+    repetitions: Count = 10
+    warmup: Whole = 2
+    nixl_threads: Whole = 0
+    #: ``auto``: off below 8 cores, where a spinning progress thread costs the transport half its rate
+    progress_thread: Literal["auto", "on", "off"] = "auto"
+    #: 0 polls without pause; N imitates an engine that looks once per N ms step
+    poll_interval_ms: NotNegative = 0
+    #: a pull that takes longer ends the run (in a sweep: the cell)
+    pull_time_limit_s: Positive = 60
+    #: measure a memory copy and a plain socket in the same run, drawn as limits
+    limits: bool = True
+    seed: Whole = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switch(cls, data: Any) -> Any:
+        # YAML turns a bare on/off into a truth value.
+        if isinstance(data, dict) and isinstance(data.get("progress_thread"), bool):
+            data = {**data, "progress_thread": "on" if data["progress_thread"] else "off"}
+        return data
+
+
+SHARED_MEMORY_AND_TCP = [
+    {"label": "shared memory", "env": {"UCX_TLS": "sm,self,cma,tcp"}, "expect": "shared memory"},
+    {"label": "TCP", "env": {"UCX_TLS": "tcp"}, "expect": "tcp"},
+]
+
+
+class PostVsCompletion(PullParams):
+    """post-vs-completion: the pull of a model's KV at several prompt lengths, split into post and drain."""
+
+    arms: Arms = Field(default_factory=lambda: [Arm(**a) for a in SHARED_MEMORY_AND_TCP], validate_default=True)
+    #: a name of kvlab/layouts, or a path to a model's config.json
+    layout: Text = "gemma-4-31b"
+    tp: Count = 4
+    kv_dtype: Text = "bfloat16"
+    #: tokens a KV block; None takes the layout's own
+    block_size: Count | None = None
+    prompt_tokens: Counts = [4096, 8192, 16384]
+
+
+def explain(error: ValidationError, where: str) -> BadInput:
+    """Turn pydantic's errors into one line: where, which key, what is wrong."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        text = f"unknown parameter {key!r}"
+    else:
+        message = first["msg"].removeprefix("Value error, ")
+        given = "" if isinstance(first["input"], dict | BaseModel) else f" (got {first['input']!r})"
+        text = f"parameter {key!r}: {message}{given}" if key else message
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return BadInput(f"{where}: {text}{more}")
+
+
+def model_of(experiment: str) -> type[Experiment]:
+    """Return the parameter model of ``experiment``; BadInput names the known ones."""
+    from kvlab.experiments import get
+
+    return get(experiment).model()
+
+
+def validate(experiment: str, values: Mapping[str, Any], where: str = "parameters") -> Experiment:
+    """Check ``values`` against the experiment's model; BadInput says what is wrong in one line."""
+    model = model_of(experiment)
+    unknown = [k for k in values if k not in model.model_fields]
+    if unknown:
+        import difflib
+
+        near = difflib.get_close_matches(str(unknown[0]), model.model_fields, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(model.model_fields)}"
+        raise BadInput(f"{where}: unknown parameter {unknown[0]!r}{hint}")
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise explain(error, where) from None
+
+
+def resolve_file(experiment: str, name: str) -> Path:
+    """Find a parameter file: a path, or NAME meaning params/EXPERIMENT/NAME.yaml."""
+    folder = shared_dir("params") / experiment.replace("-", "_")
+    for path in (Path(name), folder / name, folder / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
+    raise BadInput(f"no parameter file {name!r}; for {experiment} kvlab ships: {known}")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a parameter file with yaml.safe_load; BadInput when it is not a mapping."""
+    try:
+        document = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        detail = " ".join(str(error).split())
+        raise BadInput(f"{path}: not a readable YAML file: {detail}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise BadInput(f"{path}: a mapping of parameters is wanted, this is a {type(document).__name__}")
+    return {str(k): v for k, v in document.items()}
+
+
+_NOTEBOOK_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
+
+
+def parameters(experiment: str, scope: Mapping[str, Any]) -> Experiment:
+    """Collect and check a notebook's parameters: call it as ``kvlab.parameters(NAME, globals())``.
+
+    Any plain value (number, text, list, mapping) among the globals that the model does not know is
+    refused: it is a parameter that papermill injected under a mistyped name.
+    """
+    model = model_of(experiment)
+    plain = {
+        name: value
+        for name, value in scope.items()
+        if not name.startswith("_")
+        and name not in _NOTEBOOK_NAMES
+        and not callable(value)
+        and not isinstance(value, types.ModuleType)
+        and isinstance(value, bool | int | float | str | list | tuple | dict | None)
+    }
+    given = {n: v for n, v in plain.items() if not (v is None and n not in model.model_fields)}
+    return validate(experiment, given, f"notebook of {experiment}")
