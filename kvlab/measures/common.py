@@ -1,0 +1,102 @@
+"""What the measuring functions share: evidence into the run folder, progress, rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from kvlab.capture import ucx
+from kvlab.params import Arm
+from kvlab.runs import Run
+
+T = TypeVar("T")
+
+
+def progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """Go through ``items`` with a bar that shows the time left; silent where tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return iter(items)
+    return iter(tqdm(items, desc=what, leave=False, mininterval=0.5))
+
+
+def record_evidence(
+    run: Run,
+    arms: Iterable[Arm],
+    logs: Mapping[str, Mapping[str, Path]],
+    *,
+    descriptor_bytes: int,
+    local: str | None = None,
+    remote: str | None = None,
+    descriptors: Mapping[str, int] | None = None,
+) -> list[str]:
+    """Read the UCX logs of every arm, write ``transports`` and ``verdicts``, and return contradictions.
+
+    The pull's transport is decided by the reading side (``initiator``, the decode engine): its remote
+    memory read table, in the row that covers ``descriptor_bytes``.
+
+    :param logs: arm label -> process name -> log file; the reading side's name is ``initiator`` or
+        starts with ``decode``
+    :param descriptors: arm label -> descriptors pulled in all; where UCX counted its selections the two
+        are compared, which ties the table to this very traffic
+    :returns: one line for each arm whose evidence contradicts its label; the run's outcome is then set
+        to ``contradicted``
+    """
+    rows, verdicts, against = [], [], []
+    for arm in arms:
+        files = logs[arm.label]
+        for process, path in files.items():
+            evidence = ucx.read([path], descriptor_bytes=descriptor_bytes, local=local, remote=remote)
+            rows.append(ucx.transport_rows(evidence, arm.label, process))
+            if process != "initiator" and not process.startswith("decode"):
+                continue
+            pull = evidence.pull
+            agrees = None
+            if arm.expect and pull.transport is not None:
+                agrees = ucx.agrees(pull.transport, arm.expect)
+                if not agrees:
+                    against.append(f"arm {arm.label!r} claims {arm.expect} and the payload went over {pull.verdict}")
+            proof = ", ".join(f"{path.name}:{line}" for line in pull.lines[:3])
+            counted = _selections(rows[-1])
+            if counted and descriptors and arm.label in descriptors:
+                proof += f"; UCX counted {counted:,} reads, NIXL {descriptors[arm.label]:,} descriptors"
+            verdicts.append(
+                {
+                    "arm": arm.label,
+                    "expected": arm.expect,
+                    "transport": pull.transport,
+                    "likely": pull.likely,
+                    "devices": ", ".join(pull.devices),
+                    "emulated": pull.emulated,
+                    "agrees": agrees,
+                    "verdict": pull.verdict,
+                    "evidence": proof,
+                }
+            )
+    run.write("transports", pd.concat(rows, ignore_index=True))
+    run.write("verdicts", pd.DataFrame(verdicts))
+    if against:
+        run.update(outcome="contradicted", contradictions=against)
+    return against
+
+
+def _selections(rows: pd.DataFrame) -> int:
+    """Sum of UCX's use counts over the rows that decide for the pull; 0 when it did not count."""
+    if rows.empty:
+        return 0
+    counts = rows.loc[rows["decides"].fillna(False).astype(bool), "selections"]
+    return int(counts.fillna(0).sum())
+
+
+def relative_logs(run: Run, logs: Mapping[str, Path]) -> dict[str, str]:
+    """Return log paths relative to the run folder, for the manifest."""
+    return {k: str(v.relative_to(run.path)) for k, v in logs.items()}
+
+
+def as_parameters(model: Any) -> dict[str, Any]:
+    """Return a dataclass of resolved options as plain data for the manifest."""
+    return dict(vars(model))

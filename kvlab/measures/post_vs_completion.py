@@ -1,0 +1,92 @@
+"""post-vs-completion: pull a model's KV at several prompt lengths over each arm's transport.
+
+All pairs of agents live through the whole run and take turns, arm by arm in a new random order in every
+round, so that a drift of the machine falls on all arms alike.  Idle pairs wait on a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pandas as pd
+
+from kvlab import kv_layout
+from kvlab.measures.common import as_parameters, progress, record_evidence, relative_logs
+from kvlab.params import PostVsCompletion
+from kvlab.pull import Case, Options, Pair, Rows, check_memory
+from kvlab.runs import Run
+
+
+def cases(params: PostVsCompletion) -> list[Case]:
+    """Return one descriptor list a prompt length, as the layout gives it."""
+    layout = kv_layout.load(params.layout, dtype=params.kv_dtype, block_size=params.block_size, tp=params.tp)
+    made = []
+    for tokens in params.prompt_tokens:
+        shape = layout.pull(tokens)
+        groups = tuple((g.descriptors, g.descriptor_bytes) for g in shape.groups if g.descriptors)
+        made.append(Case(f"{params.layout} tp{params.tp} {tokens} tokens", groups, tokens, params.shape))
+    return made
+
+
+def measure(params: PostVsCompletion, run: Run) -> None:
+    """Fill ``pulls``, ``limits``, ``transports`` and ``verdicts``."""
+    all_cases = cases(params)
+    largest = max(case.bytes for case in all_cases)
+    check_memory(params.in_flight * largest, len(params.arms), params.memory)
+    rows, limits = Rows(run, "pulls"), []
+    rng = np.random.default_rng(params.seed)
+    with contextlib.ExitStack() as stack:
+        pairs = {
+            arm.label: stack.enter_context(
+                Pair(arm, Options.of(params, arm), all_cases, run.logs, slots=params.in_flight)
+            )
+            for arm in params.arms
+        }
+        run.update(
+            resolved={label: as_parameters(pair.options) for label, pair in pairs.items()},
+            logs={label: relative_logs(run, pair.logs) for label, pair in pairs.items()},
+            versions_of_agents=next(iter(pairs.values())).versions,
+        )
+        stack.callback(rows.flush)
+        for repetition in progress(range(-params.warmup, params.repetitions), "rounds"):
+            if params.limits and repetition >= 0:
+                limits += _limits(next(iter(pairs.values())), largest, repetition, params.memory)
+            for case in all_cases:
+                for number in rng.permutation(len(params.arms)):
+                    pair = pairs[params.arms[number].label]
+                    start = run.elapsed_s()
+                    # The first round is checked byte by byte; checking heats the caches, so it is warm-up.
+                    first = repetition == -params.warmup
+                    rows.add(
+                        {**row, "start_s": start, "repetition": repetition, "warmup": repetition < 0}
+                        for row in pair.pull(case, verify=first)
+                    )
+        if limits:
+            run.write("limits", pd.DataFrame(limits))
+    frame = pd.DataFrame(rows.rows)
+    record_evidence(
+        run,
+        params.arms,
+        {label: pair.logs for label, pair in pairs.items()},
+        descriptor_bytes=all_cases[0].descriptor_bytes,
+        local="cuda" if params.memory == "VRAM" else "host",
+        remote="cuda" if params.memory == "VRAM" else "host",
+        descriptors=frame.groupby("arm")["descriptors"].sum().to_dict(),
+    )
+
+
+def _limits(pair: Pair, size: int, repetition: int, memory: str) -> list[dict[str, object]]:
+    copy = "memory copy" if memory == "DRAM" else "device copy"
+    seconds = {copy: pair.copy_limit(size), "plain TCP socket": pair.socket_limit(size)}
+    return [
+        {
+            "name": name,
+            "kind": "memory" if name == copy else "socket",
+            "bytes": size,
+            "seconds": s,
+            "gb_per_s": size / s / 1e9,
+            "repetition": repetition,
+        }
+        for name, s in seconds.items()
+    ]

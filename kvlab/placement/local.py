@@ -1,0 +1,82 @@
+"""Processes on this machine that never outlive the one that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs: a name for people, words put before its command line, extra environment.
+
+    The local place puts nothing before it; a network namespace puts the helper that joins it.
+    """
+
+    name: str = "local"
+    prefix: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    #: the address at which processes in this place reach each other
+    address: str = "127.0.0.1"
+
+
+LOCAL = Place()
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask Linux to SIGKILL this process when the one that started it dies (prctl(2), PR_SET_PDEATHSIG).
+
+    Called in the child.  The signal is tied to the thread that forked, so children are started from
+    threads that live as long as they do.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died before the call; then nothing would ever signal us.
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def start(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: Path,
+    place: Place = LOCAL,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start ``argv`` at ``place`` with exactly ``env``; stdout and stderr go to ``log``."""
+    with open(log, "ab") as sink:
+        return subprocess.Popen(
+            [*place.prefix, *argv],
+            env={**env, **place.env},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            pass_fds=pass_fds,
+            # Ctrl-C goes to kvlab alone, which ends its children in order.
+            start_new_session=True,
+        )
+
+
+def python(*words: str) -> list[str]:
+    """Return the command line of a module run by this very interpreter."""
+    return [sys.executable, *words]
+
+
+def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> int:
+    """Wait ``grace_s`` for the process to end by itself, then SIGTERM, then SIGKILL; return its code."""
+    for action in (None, process.terminate, process.kill):
+        if action is not None:
+            action()
+        try:
+            return process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            grace_s = 2
+    return process.wait()
