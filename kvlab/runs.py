@@ -149,6 +149,7 @@ class Run:
         main = threading.current_thread() is threading.main_thread()
         previous = signal.signal(signal.SIGTERM, terminate) if main else None
         outcome, error = "failed", ""
+        extra: dict[str, Any] = {}
         try:
             yield self
             outcome = self.manifest.get("outcome")
@@ -161,6 +162,7 @@ class Run:
             raise
         except KvlabError as problem:
             error = str(problem)
+            extra = {"bad_input": True} if isinstance(problem, BadInput) else {}
             raise
         except BaseException as problem:
             error = f"{type(problem).__name__}: {problem}"
@@ -168,7 +170,7 @@ class Run:
         finally:
             if main and previous is not None:
                 signal.signal(signal.SIGTERM, previous)
-            end = {"outcome": outcome, "end": _now()}
+            end = {"outcome": outcome, "end": _now(), **extra}
             # On a full disk the data error is the one to show, not the manifest's.
             try:
                 self.update(**end, **({"error": error} if error else {}))
@@ -179,6 +181,33 @@ class Run:
 
 def _now() -> str:
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+
+
+def new_folder(
+    experiment: str, *, out: str | Path | None = None, run_dir: str | Path | None = None, label: str = ""
+) -> Path:
+    """Make and return the folder of a new run: ``run_dir``, or ``out``/EXPERIMENT/TIME-LABEL.
+
+    Raises BadInput when it cannot be made.  Two runs started in the same second do not share one.
+    """
+    stamp = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%S")
+    name = f"{stamp}-{safe_name(label)}" if label else stamp
+    path = Path(run_dir) if run_dir else Path(out or "runs") / experiment / name
+    path = path.resolve()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if run_dir:
+            path.mkdir(exist_ok=True)
+            return path
+        for n in range(2, 1000):
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                path = path.with_name(f"{name}-{n}")
+        raise BadInput(f"too many runs at {path.parent}")
+    except OSError as error:
+        raise BadInput(f"cannot make the run folder {path}: {error.strerror}; choose another with --out") from None
 
 
 def create(
@@ -197,19 +226,9 @@ def create(
     """
     from kvlab.capture import provenance
 
-    if run_dir:
-        path = Path(run_dir)
-    else:
-        stamp = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%S")
-        name = f"{stamp}-{safe_name(label)}" if label else stamp
-        path = Path(out or "runs") / experiment / name
-        # Two runs started in the same second must not share a folder.
-        n = 2
-        while path.exists():
-            path, n = path.with_name(f"{name}-{n}"), n + 1
-    path = path.resolve()
+    path = new_folder(experiment, out=out, run_dir=run_dir, label=label)
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
+        (path / "logs").mkdir(exist_ok=True)
         (path / "charts").mkdir(exist_ok=True)
         if (path / "manifest.json").exists():
             raise BadInput(f"{path} holds a run already; choose another folder")

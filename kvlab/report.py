@@ -1,0 +1,125 @@
+"""report.html: one self-contained file from an executed notebook; code is folded away, nothing is fetched."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from kvlab.runs import write_atomic
+
+_STYLE = """
+:root{color-scheme:light}
+body{max-width:60rem;margin:0 auto;padding:1rem;font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",
+sans-serif;color:#1b1b1b;background:#fff}
+h1,h2,h3{line-height:1.25}h2{margin-top:2.2rem;border-bottom:1px solid #ddd;padding-bottom:.2rem}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;background:#f6f8fa;padding:.7rem;border-radius:6px}
+.output{overflow-x:auto;margin:.8rem 0}.output svg{max-width:100%;height:auto}
+details.code>summary{color:#777;font-size:.75rem;cursor:pointer}
+nav{background:#f6f8fa;border-radius:6px;padding:.6rem 1rem;font-size:.9rem}nav ul{margin:.2rem 0;padding-left:1.2rem}
+table{border-collapse:collapse}td,th{padding:.2rem .6rem}
+.stdout{border-left:4px solid #0072B2}.error{border-left:4px solid #D55E00}
+.banner{border:2px solid #D55E00;padding:.6rem 1rem;border-radius:6px}
+@media print{details.code{display:none}body{max-width:none}h2{break-after:avoid}.output{break-inside:avoid}}
+"""
+
+#: what of the manifest a reader wants first
+_HEAD = ("experiment", "outcome", "label", "start", "end", "kvlab")
+
+
+def _markdown(text: str) -> str:
+    from nbconvert.filters import markdown2html
+
+    return str(markdown2html(text))
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "section"
+
+
+def _output(output: dict[str, Any]) -> str:
+    kind = output["output_type"]
+    if kind == "stream":
+        # Progress bars and log lines belong to the notebook, not to the report.
+        text = "".join(output["text"])
+        return f'<pre class="stdout">{html.escape(text)}</pre>' if output["name"] == "stdout" and text.strip() else ""
+    if kind == "error":
+        return f'<pre class="error">{html.escape(output["ename"])}: {html.escape(output["evalue"])}</pre>'
+    data = output.get("data", {})
+    for mime in ("image/svg+xml", "text/html", "image/png", "text/markdown", "text/plain"):
+        if mime in data:
+            body = data[mime] if isinstance(data[mime], str) else "".join(data[mime])
+            if mime == "image/png":
+                body = f'<img alt="" src="data:image/png;base64,{body}">'
+            elif mime == "text/markdown":
+                body = _markdown(body)
+            elif mime == "text/plain":
+                body = f"<pre>{html.escape(body)}</pre>"
+            return f'<div class="output">{body}</div>'
+    return ""
+
+
+def _table(rows: dict[str, Any]) -> str:
+    cells = "".join(
+        f"<tr><th align=left>{html.escape(str(k))}</th><td>{html.escape(v if isinstance(v, str) else json.dumps(v, default=str))}</td></tr>"
+        for k, v in rows.items()
+        if v not in (None, "", [], {})
+    )
+    return f"<table>{cells}</table>"
+
+
+def render(folder: Path) -> Path:
+    """Write report.html into a run folder from its notebook.ipynb and manifest.json, and return its path."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import nbformat
+
+        notebook = nbformat.read(folder / "notebook.ipynb", as_version=4)
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
+        parts, contents, heading = [], [], "kvlab"
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                for level, text in re.findall(r"^(#{1,2}) +(.+)$", cell.source, re.M):
+                    if len(level) == 1:
+                        heading = text
+                    contents.append((len(level), text))
+                # An id on every heading, for the contents.
+                body = re.sub(
+                    r"<h([12])[^>]*>(.*?)</h\1>",
+                    lambda m: f'<h{m[1]} id="{_slug(re.sub("<[^>]+>", "", m[2]).replace("¶", ""))}">'
+                    f"{re.sub(r'<a class=.anchor-link.*?</a>', '', m[2])}</h{m[1]}>",
+                    _markdown(cell.source),
+                    flags=re.S,
+                )
+                parts.append(body)
+            elif cell.cell_type == "code":
+                if cell.source.strip():
+                    parts.append(
+                        f'<details class="code"><summary>code</summary><pre>{html.escape(cell.source)}</pre></details>'
+                    )
+                parts += [_output(o) for o in cell.outputs]
+    links = "".join(f'<li><a href="#{_slug(t)}">{html.escape(t)}</a></li>' for level, t in contents if level == 2)
+    banner = ""
+    if manifest.get("outcome") not in ("completed", "running"):
+        why = "; ".join(manifest.get("contradictions", [])) or str(manifest.get("error", ""))
+        banner = f'<p class="banner"><b>This run is {html.escape(str(manifest["outcome"]))}.</b> {html.escape(why)}</p>'
+    provenance = "".join(
+        f"<h3>{title}</h3>{_table(rows)}"
+        for title, rows in (
+            ("Run", {k: manifest.get(k) for k in (*_HEAD, "replay_of", "parameter_file")}),
+            ("Parameters", manifest.get("parameters", {})),
+            ("Machine and versions", manifest.get("provenance", {})),
+        )
+    )
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(heading)}</title>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head><body>'
+        f'{banner}<nav><b>Contents</b><ul>{links}<li><a href="#provenance">Parameters and provenance</a></li></ul></nav>'
+        f'{"".join(parts)}<h2 id="provenance">Parameters and provenance</h2>{provenance}</body></html>'
+    )
+    path = folder / "report.html"
+    write_atomic(path, page.encode())
+    return path
