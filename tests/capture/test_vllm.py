@@ -13,8 +13,8 @@ FIRST = (
 )
 SECOND = (
     "(APIServer pid=428) INFO 07-13 16:33:58 [metrics.py:103] KV Transfer metrics: Num successful "
-    "transfers=1, Avg xfer time (ms)=3.056, P90 xfer time (ms)=3.056, Avg post time (ms)=1.563, P90 post time (ms)=1.563, "
-    "Avg MB per transfer=14.0, Throughput (MB/s)=4581.152, Avg number of descriptors=56.0"
+    "transfers=1, Avg xfer time (ms)=3.056, P90 xfer time (ms)=3.056, Avg post time (ms)=1.563, P90 "
+    "post time (ms)=1.563, Avg MB per transfer=14.0, Throughput (MB/s)=4581.152, Avg number of descriptors=56.0"
 )
 POOLED = (
     "KV Transfer metrics: Num successful transfers=463, Avg xfer time (ms)=70.583, P90 xfer time (ms)="
@@ -23,8 +23,8 @@ POOLED = (
 )
 ZEROS = (
     "(APIServer pid=11) INFO 08-03 10:00:00 [metrics.py:103] KV Transfer metrics: Num successful "
-    "transfers=0, Avg xfer time (ms)=0, P90 xfer time (ms)=0, Avg post time (ms)=0, P90 post time (ms)=0, Avg MB per "
-    "transfer=0, Throughput (MB/s)=0, Avg number of descriptors=0"
+    "transfers=0, Avg xfer time (ms)=0, P90 xfer time (ms)=0, Avg post time (ms)=0, P90 post time "
+    "(ms)=0, Avg MB per transfer=0, Throughput (MB/s)=0, Avg number of descriptors=0"
 )
 
 
