@@ -95,7 +95,9 @@ def stacked_split(summary: pd.DataFrame, heading: alt.TitleParams) -> alt.TopLev
         value_name="part_us",
     )
     long["part_ms"] = long["part_us"] / 1e3
-    long["part"] = long["part"].map({"post_us": "post: issuing the reads", "drain_us": "drain: until completion is seen"})
+    long["part"] = long["part"].map(
+        {"post_us": "post: issuing the reads", "drain_us": "drain: until completion is seen"}
+    )
     parts = ["post: issuing the reads", "drain: until completion is seen"]
     bars = (
         alt.Chart(long)

@@ -93,9 +93,7 @@ def measure(params: Params) -> runs.Run:
     experiment = get(name_of(params))
     require(experiment)
     module = importlib.import_module(f"kvlab.measures.{experiment.key}")
-    run = runs.create(
-        experiment.name, params.model_dump(), out=params.out, run_dir=params.run_dir, label=params.label
-    )
+    run = runs.create(experiment.name, params.model_dump(), out=params.out, run_dir=params.run_dir, label=params.label)
     with run.recording():
         module.measure(params, run)
     return run

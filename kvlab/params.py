@@ -150,7 +150,7 @@ SHARED_MEMORY_AND_TCP = [
 class PostVsCompletion(PullParams):
     """post-vs-completion: the pull of a model's KV at several prompt lengths, split into post and drain."""
 
-    arms: Arms = Field(default_factory=lambda: [Arm(**a) for a in SHARED_MEMORY_AND_TCP], validate_default=True)
+    arms: Arms = Field(default_factory=lambda: [Arm.model_validate(a) for a in SHARED_MEMORY_AND_TCP])
     #: a name of kvlab/layouts, or a path to a model's config.json
     layout: Text = "gemma-4-31b"
     tp: Count = 4

@@ -130,9 +130,7 @@ class Agent:
         local, remote, offsets, lengths = self.lists[m["case"]]
         if m["verify"]:
             self._clear()
-        handles = [
-            agent.make_prepped_xfer("READ", local, ours, remote, theirs, b"kv") for ours, theirs in m["indices"]
-        ]
+        handles = [agent.make_prepped_xfer("READ", local, ours, remote, theirs, b"kv") for ours, theirs in m["indices"]]
         began, posted, ended = [0] * len(handles), [0] * len(handles), [0] * len(handles)
         gc.disable()
         try:

@@ -63,12 +63,12 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def _table(rows: dict[str, Any]) -> str:
-    cells = "".join(
-        f"<tr><th align=left>{html.escape(str(k))}</th><td>{html.escape(v if isinstance(v, str) else json.dumps(v, default=str))}</td></tr>"
-        for k, v in rows.items()
-        if v not in (None, "", [], {})
-    )
-    return f"<table>{cells}</table>"
+    cells = []
+    for key, value in rows.items():
+        if value not in (None, "", [], {}):
+            text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+            cells.append(f"<tr><th align=left>{html.escape(str(key))}</th><td>{html.escape(text)}</td></tr>")
+    return f"<table>{''.join(cells)}</table>"
 
 
 def render(folder: Path) -> Path:
@@ -77,7 +77,9 @@ def render(folder: Path) -> Path:
         warnings.simplefilter("ignore")
         import nbformat
 
-        notebook = nbformat.read(folder / "notebook.ipynb", as_version=4)
+        notebook: Any = nbformat.read(  # type: ignore[no-untyped-call]
+            folder / "notebook.ipynb", as_version=4
+        )
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
         parts, contents, heading = [], [], "kvlab"
         for cell in notebook.cells:
@@ -89,8 +91,10 @@ def render(folder: Path) -> Path:
                 # An id on every heading, for the contents.
                 body = re.sub(
                     r"<h([12])[^>]*>(.*?)</h\1>",
-                    lambda m: f'<h{m[1]} id="{_slug(re.sub("<[^>]+>", "", m[2]).replace("¶", ""))}">'
-                    f"{re.sub(r'<a class=.anchor-link.*?</a>', '', m[2])}</h{m[1]}>",
+                    lambda m: (
+                        f'<h{m[1]} id="{_slug(re.sub("<[^>]+>", "", m[2]).replace("¶", ""))}">'
+                        f"{re.sub(r'<a class=.anchor-link.*?</a>', '', m[2])}</h{m[1]}>"
+                    ),
                     _markdown(cell.source),
                     flags=re.S,
                 )
@@ -117,7 +121,8 @@ def render(folder: Path) -> Path:
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(heading)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head><body>'
-        f'{banner}<nav><b>Contents</b><ul>{links}<li><a href="#provenance">Parameters and provenance</a></li></ul></nav>'
+        f"{banner}<nav><b>Contents</b><ul>{links}"
+        '<li><a href="#provenance">Parameters and provenance</a></li></ul></nav>'
         f'{"".join(parts)}<h2 id="provenance">Parameters and provenance</h2>{provenance}</body></html>'
     )
     path = folder / "report.html"

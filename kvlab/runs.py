@@ -152,8 +152,8 @@ class Run:
         extra: dict[str, Any] = {}
         try:
             yield self
-            outcome = self.manifest.get("outcome")
-            outcome = "completed" if outcome == RUNNING else str(outcome)
+            outcome = str(self.manifest["outcome"])
+            outcome = "completed" if outcome == RUNNING else outcome
         except KeyboardInterrupt:
             outcome, error = "interrupted", "interrupted"
             raise

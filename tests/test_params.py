@@ -93,10 +93,10 @@ def test_yaml_file_errors_name_the_file(tmp_path):
     bad.write_text("!!python/object/apply:os.system [echo hi]\n")
     with pytest.raises(BadInput, match="not a readable YAML"):
         params.read_file(bad)
-    with pytest.raises(BadInput, match="ships: .*loopback"):
+    with pytest.raises(BadInput, match=r"ships: .*loopback"):
         params.resolve_file(PVC, "nowhere")
 
 
 def test_unknown_experiment_lists_the_known():
-    with pytest.raises(BadInput, match="known: .*post-vs-completion"):
+    with pytest.raises(BadInput, match=r"known: .*post-vs-completion"):
         experiments.get("post-vs-completino")

@@ -91,7 +91,20 @@ def test_committed_text_names_no_machine():
     wrong = re.compile(rb"/work/|/root/|/home/\w|pypi-more|\.library")
     for name in filter(None, files):
         path = ROOT / name.decode()
-        if path.suffix in {".py", ".md", ".yaml", ".yml", ".toml", ".ipynb", ".json", ".cfg", ".csv", ".txt", ".log", ""}:
+        if path.suffix in {
+            ".py",
+            ".md",
+            ".yaml",
+            ".yml",
+            ".toml",
+            ".ipynb",
+            ".json",
+            ".cfg",
+            ".csv",
+            ".txt",
+            ".log",
+            "",
+        }:
             if path == Path(__file__) or not path.is_file():
                 continue
             found = wrong.search(path.read_bytes())

@@ -31,6 +31,8 @@ def main(args: argparse.Namespace) -> int:
             if not (folder / notebook.name).exists():
                 shutil.copy2(notebook, folder / notebook.name)
     except OSError as error:
-        raise BadInput(f"cannot put the notebooks into {folder}: {error.strerror}; choose another with --folder") from None
+        raise BadInput(
+            f"cannot put the notebooks into {folder}: {error.strerror}; choose another with --folder"
+        ) from None
     words = [sys.executable, "-m", "jupyterlab", "--notebook-dir", str(folder), *args.jupyter]
     os.execv(sys.executable, words)

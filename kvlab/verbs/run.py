@@ -154,7 +154,9 @@ def _execute(experiment: experiments.Experiment, chosen: params.Experiment, fold
             known = error.ename in {"BadInput", "RunFailed", "Contradicted"}
             return str(error.evalue) if known else f"cell {error.exec_count}: {error.ename}: {error.evalue}"
         except DeadKernelError:
-            return "interrupted" if got else "the notebook's kernel died; a recording of what it did is in the run folder"
+            return (
+                "interrupted" if got else "the notebook's kernel died; a recording of what it did is in the run folder"
+            )
         except KeyboardInterrupt:
             return "interrupted"
         except (RuntimeError, OSError) as error:

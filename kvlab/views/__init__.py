@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import json
+from pathlib import Path
+
 import great_tables as gt
 import pandas as pd
 
-from kvlab import tables
+from kvlab import experiments, tables
 from kvlab.runs import Run
 
 
@@ -71,3 +76,82 @@ def caption(run: Run, pulls: pd.DataFrame) -> str:
 def _same(pulls: pd.DataFrame) -> bool:
     per_case = pulls.groupby(["case", "arm"])[["bytes", "descriptors"]].median().groupby("case").nunique()
     return bool((per_case <= 1).all(axis=None))
+
+
+def experiments_table() -> gt.GT:
+    """Show every experiment: what it asks, its notebook, how many recordings ship with kvlab."""
+    rows = [
+        {
+            "name": e.name,
+            "question": e.question,
+            "notebook": e.notebook,
+            "measures": "yes" if e.default else "replays only",
+            "recordings": ", ".join(p.name for p in experiments.recordings(e.name)),
+        }
+        for e in sorted(experiments.EXPERIMENTS.values(), key=lambda e: e.notebook)
+    ]
+    return tables.show(
+        pd.DataFrame(rows),
+        "experiments",
+        title="Experiments, in reading order",
+        labels={
+            "notebook": "Notebook",
+            "name": "kvlab run ...",
+            "question": "Question",
+            "measures": "Measures",
+            "recordings": "Recordings",
+        },
+    )
+
+
+def machine() -> str:
+    """Return what `kvlab check` prints for this machine, without live probes."""
+    import contextlib
+    import io
+
+    from kvlab.cli import main
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        main(["check", "--no-probe"])
+    return text.getvalue().rstrip()
+
+
+class RecentRuns:
+    """The newest runs under a folder, each with its outcome, verdict and first chart."""
+
+    def __init__(self, out: str, most: int) -> None:
+        found = sorted(Path(out).glob("*/*/manifest.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+        self.rows = [self._row(p.parent) for p in found[:most]]
+        self.out = out
+
+    @staticmethod
+    def _row(folder: Path) -> tuple[Path, str, str, str]:
+        verdict, outcome = "", "unreadable"
+        try:
+            outcome = str(json.loads((folder / "manifest.json").read_text("utf-8"))["outcome"])
+            verdict = str(json.loads((folder / "summary.json").read_text("utf-8"))["verdict"])
+        except (OSError, ValueError, KeyError):
+            pass  # a run that was interrupted has no summary
+        charts = sorted((folder / "charts").glob("*.png"), key=lambda p: p.stat().st_mtime)
+        picture = base64.b64encode(charts[0].read_bytes()).decode() if charts else ""
+        return folder, outcome, verdict, picture
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{p}  {o}  {v}" for p, o, v, _ in self.rows) or f"no runs under {self.out} yet"
+
+    def _repr_html_(self) -> str:
+        if not self.rows:
+            return f"<p>no runs under <code>{html.escape(self.out)}</code> yet</p>"
+        cells = "".join(
+            f"<tr><td>{f'<img width=220 alt= src=data:image/png;base64,{picture}>' if picture else ''}</td>"
+            f"<td style='text-align:left'><b>{html.escape(str(folder))}</b><br>{html.escape(outcome)}<br>"
+            f"{html.escape(verdict)}</td></tr>"
+            for folder, outcome, verdict, picture in self.rows
+        )
+        return f"<table>{cells}</table>"
+
+
+def recent_runs(out: str = "runs", most: int = 6) -> RecentRuns:
+    """Return the newest runs under ``out`` for display."""
+    return RecentRuns(out, most)

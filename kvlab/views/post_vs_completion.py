@@ -114,7 +114,11 @@ def conclude(run: Run, summary: pd.DataFrame, ratios: pd.DataFrame) -> str:
     for arm in arms(run):
         rows = summary[summary["arm"] == arm]
         shares = rows["post_share"]
-        span = f"{shares.min():.0%}" if round(shares.min(), 2) == round(shares.max(), 2) else f"{shares.min():.0%} to {shares.max():.0%}"
+        span = (
+            f"{shares.min():.0%}"
+            if round(shares.min(), 2) == round(shares.max(), 2)
+            else f"{shares.min():.0%} to {shares.max():.0%}"
+        )
         bound = ", ".join(dict.fromkeys(rows["verdict"]))
         sentences.append(f"{arm}: post {span} of the pull, {bound}")
     for arm, rows in ratios.groupby("arm", sort=False):
@@ -123,7 +127,9 @@ def conclude(run: Run, summary: pd.DataFrame, ratios: pd.DataFrame) -> str:
             sure = "" if rows["different"].all() else ", not resolved at every length"
             sentences.append(f"{arm} takes {low:.1f} to {high:.1f} times as long as {baseline(run)}{sure}")
     checks = predictions(summary, run.table("verdicts"))
-    sentences += [f"prediction for {c['transport']} {'holds' if c['holds'] else 'is REFUTED'} ({c['text']})" for c in checks]
+    sentences += [
+        f"prediction for {c['transport']} {'holds' if c['holds'] else 'is REFUTED'} ({c['text']})" for c in checks
+    ]
     outcome = run.manifest["outcome"]
     if outcome == "contradicted":
         sentences.insert(0, "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])))
@@ -149,10 +155,18 @@ def predictions(summary: pd.DataFrame, verdicts: pd.DataFrame) -> list[dict[str,
             continue
         if agrees(row.transport, "shared memory"):
             found.append(
-                {"transport": row.transport, "holds": bool(shares.min() >= 0.5), "text": f"least post share {shares.min():.0%}"}
+                {
+                    "transport": row.transport,
+                    "holds": bool(shares.min() >= 0.5),
+                    "text": f"least post share {shares.min():.0%}",
+                }
             )
         elif agrees(row.transport, "tcp"):
             found.append(
-                {"transport": row.transport, "holds": bool(shares.max() <= 0.2), "text": f"largest post share {shares.max():.0%}"}
+                {
+                    "transport": row.transport,
+                    "holds": bool(shares.max() <= 0.2),
+                    "text": f"largest post share {shares.max():.0%}",
+                }
             )
     return found
