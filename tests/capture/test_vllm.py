@@ -14,7 +14,8 @@ FIRST = (
 SECOND = (
     "(APIServer pid=428) INFO 07-13 16:33:58 [metrics.py:103] KV Transfer metrics: Num successful "
     "transfers=1, Avg xfer time (ms)=3.056, P90 xfer time (ms)=3.056, Avg post time (ms)=1.563, P90 "
-    "post time (ms)=1.563, Avg MB per transfer=14.0, Throughput (MB/s)=4581.152, Avg number of descriptors=56.0"
+    "post time (ms)=1.563, Avg MB per transfer=14.0, Throughput (MB/s)=4581.152, Avg number of "
+    "descriptors=56.0"
 )
 POOLED = (
     "KV Transfer metrics: Num successful transfers=463, Avg xfer time (ms)=70.583, P90 xfer time (ms)="
