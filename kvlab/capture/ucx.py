@@ -1,0 +1,1109 @@
+"""Which transport carried the payload: UCX's protocol tables out of any log, and what they decide.
+
+UCX prints, for each operation and memory pair, a table of message sizes and the protocol that each size
+takes (``UCX_PROTO_INFO=y``; ``used`` prints at the end what was really used, with counts).  A KV pull of
+vLLM or NIXL is a *remote memory read* (``ucp_get*``), so only that table, in the row that covers the
+descriptor size, decides.  Put tables, active messages, lane lists and echoed ``UCX_TLS`` never do.
+
+Layouts, told apart by their rows alone (checked against UCX 1.14, 1.15, 1.16, 1.19, 1.20, 1.21 and 1.22
+running here, 1.13 from its documentation; source: ``src/ucp/proto/proto_debug.c``):
+
+- to 1.14 ``| NAME ep_cfg[N] | operation |``, from 1.15 ``| NAME LOCALITY cfg#N | operation |``
+- 1.21 ``used``: the count stands in the range cell, left; 1.22: two title rows, then named columns
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.capture import logs
+from kvlab.capture.vllm import kv_metrics
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: a descriptor size that stands for KV blocks when nothing in the log tells (tens to hundreds of KiB)
+ASSUMED_BYTES = 128 * 1024
+#: UCP_PROTO_CONFIG_STR_MAX - 1: UCX cuts the config cell here without a sign
+CONFIG_MAX = 127
+#: of each kind this many are kept; totals go on counting
+KEEP = 1000
+_MEMORY_KINDS = {"DRAM": "host", "VRAM": "cuda"}
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One lane of a protocol row; ``share`` in percent as UCX prints it, None where it is not shown."""
+
+    transport: str
+    device: str | None
+    path: str | None
+    share: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A range of message sizes (``max_bytes`` None: no limit) and the protocol that it takes."""
+
+    min_bytes: int
+    max_bytes: int | None
+    description: str
+    config: str
+    lanes: tuple[Lane, ...]
+    estimate: bool
+    selections: int | None
+    truncated: bool
+
+    @property
+    def emulated(self) -> bool:
+        """Whether UCX moves the bytes by active messages instead of a remote read."""
+        return self.description.removeprefix("(?) ").startswith("software emulation")
+
+    @property
+    def staged(self) -> bool:
+        """Whether the bytes go through a bounce buffer (a copy engine or fragments in host memory)."""
+        return bool(_STAGED.search(self.description)) or any(
+            x.transport in _COPY for x in self.lanes if len(self.lanes) > 1
+        )
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports of the lanes, in order, each once."""
+        return tuple(dict.fromkeys(x.transport for x in self.lanes))
+
+    def covers(self, size: int) -> bool:
+        """Tell whether a message of ``size`` bytes takes this row."""
+        return self.min_bytes <= size and (self.max_bytes is None or size <= self.max_bytes)
+
+
+@dataclass(slots=True)
+class Table:
+    """One protocol table of one thread; ``rows`` with the line each stood on."""
+
+    file: str
+    key: tuple[Any, ...]
+    context: str | None
+    locality: str | None
+    config: int | None
+    operation: str
+    attributes: tuple[str, ...]
+    local: str | None
+    remote: str | None
+    line: int
+    rows: list[tuple[Row, int]] = field(default_factory=list)
+    count: int = 1
+
+    @property
+    def is_read(self) -> bool:
+        """Whether this is a remote memory read, the operation of a pull."""
+        return "ucp_get" in self.operation
+
+    def row_for(self, size: int) -> tuple[Row, int] | None:
+        """Return the row that covers ``size`` bytes with its line, or None."""
+        return next(((r, n) for r, n in self.rows if r.covers(size)), None)
+
+    def document(self) -> dict[str, Any]:
+        """Return the table as the JSON document has it."""
+        host, pid, thread = self.key[1:4]
+        return {
+            "host": host,
+            "pid": pid,
+            "thread": thread,
+            "context": self.context,
+            "locality": self.locality,
+            "config": self.config,
+            "operation": self.operation,
+            "attributes": list(self.attributes),
+            "local": self.local,
+            "remote": self.remote,
+            "line": self.line,
+            "file": self.file,
+            "count": self.count,
+            "rows": [
+                {
+                    "min_bytes": r.min_bytes,
+                    "max_bytes": r.max_bytes,
+                    "description": r.description,
+                    "config": r.config,
+                    "lanes": [
+                        {"transport": x.transport, "device": x.device, "path": x.path, "share": x.share}
+                        for x in r.lanes
+                    ],
+                    "estimate": r.estimate,
+                    "selections": r.selections,
+                    "truncated": r.truncated,
+                    "line": n,
+                }
+                for r, n in self.rows
+            ],
+        }
+
+
+@dataclass
+class Pull:
+    """What is known of the transport of the pull; ``transport`` and ``emulated`` None: not determined."""
+
+    transport: str | None = None
+    likely: str | None = None
+    devices: list[str] = field(default_factory=list)
+    paths: int | None = None
+    emulated: bool | None = None
+    staged: bool | None = None
+    estimate: bool | None = None
+    verdict: str = ""
+    lines: list[int] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------------------------------------- one line
+
+_STAGED = re.compile(r"\b(?:(?:cuda|rocm|ze)_copy|gdr_copy|frag(?:ment\w*)? (?:host|cuda|rocm|ze)|pipeline)\b")
+_COPY = {"cuda_copy", "gdr_copy", "rocm_copy", "ze_copy"}
+#: [host:pid:thread] of a UCX log line; the pid is padded to five
+_BRACKET = re.compile(r"\[([^\[\]:\s]+):(\d+)\s*:(\w+)\s*\]")
+_WRAPPER_PID = re.compile(r"\bpid=(\d+)")
+_WRAPPER_HOST = re.compile(r"\bip=([\w.:-]+)")
+_CFG = re.compile(r"(?:([^\s|(\]]+)\s+)?(?:\b(self|intra-node|inter-node)\s+)?(?:\bcfg#(\d+)|\bep_cfg\[(\d+)\])")
+_MEMORY = r"(?:(?:iov|generic|strided|contig)(?:\[\d+\])? )?[a-z][\w-]*(?: memory|/[^\s|]+)?"
+_OPERATION = re.compile(
+    r"((?:remote memory (?:read|write)|(?:synchronous )?tagged message|active message|stream message"
+    r"|posted atomic|fetching atomic|atomic compare-and-swap) by ucp_\w+\*?(?: with reply flag)?"
+    r"|rendezvous data (?:send|fetch|drop))(?:\(([^)|]*)\))?"
+    rf"(?:\s+(?:into|from|of)\s+({_MEMORY}))?(?:\s+(?:from|to)\s+({_MEMORY}))?"
+)
+_UNIT = {u: 1 << (10 * i) for i, u in enumerate(("", "K", "M", "G", "T", "P", "E"))}
+_RANGE = re.compile(r"(?:(\d+)\s+)?(\d+)([KMGTPE]?)(?:i?B)?(?:\s*\.\.\s*(?:(inf)|(\d+)([KMGTPE]?)(?:i?B)?))?")
+_RESOURCE = r"[a-z]\w*/[^\s,/|]+"
+_LANE = re.compile(
+    rf"(?:({_RESOURCE})(?:/(path\d+))?)?\s*(?:(\d{{1,3}})% on)?\s*(?:({_RESOURCE})(?:/(path\d+))?|(path\d+))?"
+)
+_DESCRIPTION = re.compile(
+    r"(?:\(\?\) )?(?:short|copy-|zero-copy|software emulation|multi-frag|eager|rendezvous|rndv|fragmented|no data"
+    r"|pipeline|write to|read from|(?:cuda|gdr|rocm|ze)_copy)"
+)
+_LANE_GROUP = re.compile(r"\b([a-z]\w*)\(([^()]*)\)")
+_ENDPOINT = re.compile(r"Endpoint Config #(\d+) \((?:ctx: (\S+), )?type: ([\w-]+)\)")
+_ENV = re.compile(r"\b((?:UCX|NIXL|VLLM_NIXL|VLLM_KV)_[A-Z0-9_]+)=('[^']*'|\"[^\"]*\"|[^\s,;'\"][^\s;'\"]*)")
+_ARROW = re.compile(r"\s(?:->|=>|→)\s|[│┃]")
+
+# kinds of line
+BORDER, HEADER, TITLE, COLUMNS, ROW, ONE_LINE, LANES, OTHER_TITLE, OTHER_ROW, NOTHING = range(10)
+
+
+def parse_lanes(config: str, cut: bool = False) -> tuple[Lane, ...]:
+    """Read a config cell: ``rc_mlx5/mlx5_0:1 50% on path0 and 50% on path1``, ``52% on tcp/lo and ...``.
+
+    Of a cell that was cut the lane at the cut is left out unless it is whole or the only one, and shares
+    stay as printed: they are never scaled up to 100.
+    """
+    parts = re.split(r",\s+|\s+and\s+|\s+\|\s+", config.strip())
+    lanes: list[Lane] = []
+    shared: tuple[str, str | None] = ("", None)
+    last_ok = True
+    for i, part in enumerate(parts):
+        found = _LANE.fullmatch(part.strip())
+        if not found or not part.strip():
+            last_ok = False
+            continue
+        first, first_path, share, own, own_path, path = found.groups()
+        if first and share is not None:
+            shared = (first, first_path)
+        resource = own or (shared[0] if share is not None or path else first)
+        if not resource or (not own and not shared[0] and not first):
+            last_ok = False
+            continue
+        way = own_path or path or (first_path if not own else None) or (shared[1] if not own else None)
+        transport, _, device = resource.partition("/")
+        lanes.append(Lane(transport, device, way, int(share) if share is not None else 100))
+        last_ok = i == len(parts) - 1
+    if cut and lanes:
+        tail = parts[-1].rstrip()
+        whole = re.search(r":\d+(?:/path\d+)?$|/(?:memory|cuda|rocm)$|\bpath\d+$", tail) is not None
+        if last_ok and not whole and not config.endswith((" ", ",")):
+            last = lanes.pop()
+            if not lanes:
+                lanes = [Lane(last.transport, None, None, None)]
+        lanes = [Lane(x.transport, x.device, x.path, None if x.share == 100 else x.share) for x in lanes]
+    elif cut and (only := re.match(r"(?:\d+% on )?([a-z]\w*)/", config)):
+        lanes = [Lane(only[1], None, None, None)]
+    return tuple(lanes)
+
+
+def _row(cells: list[str], terminated: bool) -> Row | None:
+    for i, cell in enumerate(cells[:-1]):
+        found = _RANGE.fullmatch(cell)
+        if not found:
+            continue
+        count = found[1]
+        if count is None and cell.isdigit() and i + 1 < len(cells) and (after := _RANGE.fullmatch(cells[i + 1])):
+            count, found, i = cell, after, i + 1
+        rest = cells[i + 1 :]
+        while rest and not rest[-1]:
+            rest.pop()
+        if not rest:
+            continue
+        description, config = rest[0], " | ".join(rest[1:])
+        cut = not terminated and len(rest) < 2
+        cut |= len(config) >= CONFIG_MAX
+        lanes = parse_lanes(config, cut)
+        if not terminated and not cut and not _whole(config):
+            cut, lanes = True, parse_lanes(config, True)
+        if not _DESCRIPTION.match(description) and not (lanes and "/" in config and not description.isdigit()):
+            continue
+        low = int(found[2]) * _UNIT[found[3]]
+        high = None if found[4] else int(found[5]) * _UNIT[found[6]] if found[5] else low
+        return Row(
+            low,
+            high,
+            description,
+            config,
+            lanes,
+            description.startswith("(?)"),
+            _int(count),
+            cut or not config,
+        )
+    return None
+
+
+def _whole(config: str) -> bool:
+    """Tell whether a config cell without its closing bar looks complete: every share has its lane."""
+    parts = re.split(r",\s+|\s+and\s+", config.strip())
+    if not all((m := _LANE.fullmatch(p)) and (m[1] or m[4] or m[6]) for p in parts):
+        return False
+    shares = [int(s) for s in re.findall(r"(\d+)% on", config)]
+    return not shares or sum(shares) >= 99
+
+
+def _int(text: str | None) -> int | None:
+    return int(text) if text is not None and len(text) < 19 else None
+
+
+def _memory(text: str | None) -> str | None:
+    return text.removesuffix(" memory") if text else None
+
+
+@dataclass(slots=True)
+class Item:
+    """What one line is: its kind, the thread it belongs to, and what was read from it."""
+
+    kind: int
+    key: tuple[Any, ...]
+    data: Any = None
+    #: the line stops before its closing bar, so the next line may carry on
+    open: bool = False
+
+
+def parse(text: str) -> Item:
+    """Read one line; anything that is no part of a UCX table or lane list has the kind NOTHING."""
+    bracket = _BRACKET.search(text)
+    if bracket:
+        key: tuple[Any, ...] = (bracket[1], int(bracket[2][:18]), bracket[3], "")
+        body = text[bracket.end() :]
+    else:
+        at = min((p for p in (text.find("|"), text.find("+--"), text.find("remote memory")) if p >= 0), default=0)
+        pid, host = _WRAPPER_PID.search(text, 0, at), _WRAPPER_HOST.search(text, 0, at)
+        # Without UCX's own bracket the text before the table tells processes apart; times do not.
+        prefix = re.sub(r"[\d.:TZ+\-/]{6,}", "", text[:at]).strip()
+        key = (host and host[1], _int(pid[1]) if pid else None, None, prefix)
+        body = text
+    body = _ARROW.sub(" | ", body)
+    operation, cfg = _OPERATION.search(body), _CFG.search(body)
+    if "|" not in body:
+        if "+--" in body:
+            return Item(BORDER, key)
+        if cfg and (groups := _LANE_GROUP.findall(body, cfg.end())):
+            return Item(LANES, key, (cfg, _lane_groups(groups, body[cfg.end() :])))
+        if operation:
+            return Item(HEADER, key, (cfg, operation))
+        return Item(NOTHING, key)
+    cells = [c.strip() for c in body[operation.end() if operation else 0 :].split("|")]
+    terminated = body.rstrip().endswith("|")
+    table_like = body.lstrip().startswith("|") and not terminated
+    if operation:
+        row = _row(cells, terminated)
+        if row:
+            return Item(ONE_LINE, key, (cfg, operation, row), table_like)
+        return Item(HEADER, key, (cfg, operation), table_like)
+    if "Range" in cells and "Description" in cells:
+        return Item(COLUMNS, key)
+    if endpoint := _ENDPOINT.search(body):
+        return Item(OTHER_TITLE, key, endpoint)
+    if "Available Transports" in body:
+        return Item(OTHER_TITLE, key)
+    if cfg:
+        if groups := _LANE_GROUP.findall(body, cfg.end()):
+            return Item(LANES, key, (cfg, _lane_groups(groups, body[cfg.end() :])))
+        return Item(TITLE, key, cfg, table_like)
+    if row := _row(cells, terminated):
+        return Item(ROW, key, row, table_like)
+    return Item(OTHER_ROW, key, cells[1:-1] if terminated else cells[1:], table_like)
+
+
+def _lane_groups(groups: list[tuple[str, str]], rest: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, text in groups:
+        found.setdefault(name, []).extend(t for t in text.split() if "/" in t and "..." not in t)
+    inside = {t for lanes in found.values() for t in lanes}
+    outside = [t for t in re.findall(_RESOURCE, re.sub(r"\([^()]*\)", " ", rest)) if t not in inside]
+    if outside:
+        found["other"] = outside
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- one log
+
+
+@dataclass(slots=True)
+class _Thread:
+    """What a thread has open: a table, a title that waits for its operation, or a table of another kind."""
+
+    table: Table | None = None
+    title: re.Match[str] | None = None
+    title_line: int = 0
+    other: Any = None
+
+
+class Evidence:
+    """Everything that was read; :meth:`document` gives it as plain data, :attr:`pull` what it comes to."""
+
+    def __init__(
+        self, descriptor_bytes: int | None = None, local: str | None = None, remote: str | None = None
+    ) -> None:
+        self.descriptor_bytes, self.local, self.remote = descriptor_bytes, local, remote
+        self.tables: dict[tuple[Any, ...], Table] = {}
+        self.lanes: list[dict[str, Any]] = []
+        self.available: list[dict[str, Any]] = []
+        self.kv_metrics: list[dict[str, Any]] = []
+        self.problems: list[dict[str, Any]] = []
+        self.totals: dict[str, int] = {}
+        self.environment: dict[str, list[dict[str, Any]]] = {}
+        self.telemetry: dict[str, dict[str, int]] = {}
+        self.telemetry_pulls: list[dict[str, int]] = []
+        self.files: list[str] = []
+        self.lines_read = 0
+        self.kv_sizes: list[float] = []
+        self.buffer_device: str | None = None
+        self.deciding: list[tuple[Table, Row, int]] = []
+        self._pull: Pull | None = None
+
+    # -- taking in
+
+    def count(self, kind: str, by: int = 1) -> int:
+        """Count one more of ``kind`` and return how many there are."""
+        self.totals[kind] = self.totals.get(kind, 0) + by
+        return self.totals[kind]
+
+    def problem(self, code: str, line: int, text: str, advice: str | None = None, **more: Any) -> None:
+        """Keep a problem, the first 1,000 of each code."""
+        if self.count(f"problem {code}") <= KEEP:
+            entry = {"code": code, "line": line, "text": text.strip()[:500]}
+            self.problems.append({**entry, "advice": advice or logs.ADVICE.get(code, ""), **more})
+
+    def add(self, table: Table) -> None:
+        """Take a finished table; one that was seen before only counts."""
+        if table.is_read and not table.rows:
+            self.problem("header-without-rows", table.line, f"{table.operation} ({table.local} <- {table.remote})")
+        signature = (
+            table.file, table.key, table.context, table.locality, table.config, table.operation,
+            table.attributes, table.local, table.remote, tuple(r for r, _ in table.rows),
+        )  # fmt: skip
+        known = self.tables.get(signature)
+        self.count("protocols")
+        if known:
+            known.count += 1
+        elif self.count("read tables" if table.is_read else "other tables") <= KEEP:
+            self.tables[signature] = table
+
+    # -- giving out
+
+    @property
+    def pull(self) -> Pull:
+        """What carried the pull."""
+        if self._pull is None:
+            self._pull = decide(self)
+        return self._pull
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document (keys in the README); everything in it is plain data."""
+        pull = self.pull
+        return {
+            "protocols": [t.document() for t in self.tables.values()],
+            "lanes": self.lanes,
+            "kv_metrics": self.kv_metrics,
+            "problems": sorted(self.problems, key=lambda p: p["line"]),
+            "pull": vars(pull),
+            "available": self.available,
+            "environment": self.environment,
+            "telemetry": {"events": self.telemetry, "pulls": self.telemetry_pulls, "pairing": "by order"},
+            "totals": self.totals,
+            "files": self.files,
+        }
+
+
+class _Reader:
+    """Feeds the lines of one file into the evidence."""
+
+    def __init__(self, evidence: Evidence, file: str) -> None:
+        self.evidence, self.file = evidence, file
+        self.threads: dict[tuple[Any, ...], _Thread] = {}
+        self.cache: dict[bytes, tuple[Item, str] | None] = {}
+        self.hanging: tuple[int, bytes, Item, str] | None = None
+        self.event = ""
+        self.pending: dict[str, int] = {}
+        self.counter_lines: list[str] = []
+
+    def line(self, number: int, raw: bytes) -> None:
+        """Take one line."""
+        if b"\r" in raw:
+            raw = raw.rstrip(b"\r")
+            if b"\r" in raw:
+                for piece in raw.split(b"\r"):
+                    self.line(number, piece)
+                return
+        if self.hanging:
+            start, head, item, text = self.hanging
+            self.hanging = None
+            if number == start + 1 and len(head) < logs.LINE_MAX and _carries_on(raw):
+                joined = head.rstrip(b"\n") + raw
+                again = parse(logs.clean(joined))
+                if again.kind != OTHER_ROW and (not again.open or again.kind == item.kind):
+                    if again.open:
+                        self.hanging = (number, joined, again, logs.clean(joined))
+                    else:
+                        self.feed(start, again, logs.clean(joined))
+                    return
+            self.feed(start, item, text)
+        chatter = b"UCX  DEBUG" in raw or b"UCX  TRACE" in raw or b"UCX  REQ" in raw or b"UCX  DATA" in raw
+        if chatter and b"zcopy disabled" not in raw and b"|" not in raw and b"+--" not in raw:
+            return
+        # The same line comes again with another time stamp: what it says is looked up after the stamp.
+        at = raw.find(b"] [")
+        if at >= 0:
+            second = raw.find(b"] [", at + 3)
+            if second >= 0 and len(pieces := _SPLICE.split(raw)) > 1 + (not _SPLICE.match(raw)):
+                for piece in pieces:
+                    if piece:
+                        self.line(number, piece)
+                return
+            content = raw[at + 2 :]
+        else:
+            content = raw[raw.find(b"]") + 1 :] if raw[:1] == b"[" else raw
+        if content in self.cache:
+            known = self.cache[content]
+            if known is None:
+                return
+            item, text = known
+        else:
+            text = logs.clean(raw)
+            item = parse(text)
+            if len(self.cache) > 20_000:
+                self.cache.clear()
+            self.cache[content] = (item, text) if _interesting(item, text) else None
+            if self.cache[content] is None:
+                return
+        if item.open:
+            self.hanging = (number, raw, item, text)
+        else:
+            self.feed(number, item, text)
+
+    def feed(self, number: int, item: Item, text: str) -> None:
+        """Take one parsed line into its thread's state."""
+        kind = item.kind
+        if kind == NOTHING:
+            self.other(number, text)
+            return
+        state = self.threads.get(item.key)
+        if state is None:
+            if len(self.threads) > 10_000:  # a hostile log must not grow the memory
+                self.finish_threads()
+            state = self.threads[item.key] = _Thread()
+        table = state.table
+        if kind == BORDER:
+            if table and table.rows:
+                self.close(state)
+        elif kind == ROW:
+            row: Row = item.data
+            if state.other:
+                return
+            last = table.rows[-1][0].max_bytes if table and table.rows else -1
+            if table is None or last is None or row.min_bytes <= last:
+                if table and table.rows:
+                    self.close(state)
+                self.evidence.problem("row-without-header", number, text)
+            else:
+                self.append(table, row, number, text)
+        elif kind in (HEADER, ONE_LINE):
+            self.close(state)
+            cfg, operation = item.data[0] or state.title, item.data[1]
+            state.title, state.other = None, None
+            attributes = tuple(a.strip() for a in (operation[2] or "").split(",") if a.strip())
+            state.table = Table(
+                self.file,
+                (self.file, *item.key),
+                *_config(cfg),
+                operation[1],
+                attributes,
+                _memory(operation[3]),
+                _memory(operation[4]),
+                number,
+            )
+            if kind == ONE_LINE:
+                self.append(state.table, item.data[2], number, text)
+        elif kind == TITLE:
+            self.close(state)
+            state.title, state.other = item.data, None
+        elif kind == LANES:
+            self.keep_lanes(number, item.key, *_config(item.data[0]), item.data[1])
+        elif kind == OTHER_TITLE:
+            self.close(state)
+            found = item.data
+            state.other = ("available", None)
+            if found:
+                lanes: dict[str, list[str]] = {}
+                self.keep_lanes(number, item.key, found[2], found[3], int(found[1][:9]), lanes)
+                state.other = (lanes, "")
+        elif kind == OTHER_ROW and state.other:
+            self.other_row(number, state, item.data)
+        elif kind == OTHER_ROW:
+            self.other(number, text)
+
+    def append(self, table: Table, row: Row, number: int, text: str) -> None:
+        table.rows.append((row, number))
+        if row.truncated and table.is_read:
+            code = "config-cut" if len(row.config) >= CONFIG_MAX else "row-cut"
+            self.evidence.problem(code, number, text)
+
+    def close(self, state: _Thread) -> None:
+        if state.table:
+            self.evidence.add(state.table)
+            state.table = None
+
+    def finish_threads(self) -> None:
+        for state in self.threads.values():
+            self.close(state)
+        self.threads.clear()
+
+    def finish(self) -> None:
+        """Take what is still open at the end of the file."""
+        if self.hanging:
+            start, _, item, text = self.hanging
+            self.hanging = None
+            self.feed(start, item, text)
+        self.finish_threads()
+        self.flush_telemetry()
+
+    def keep_lanes(
+        self,
+        number: int,
+        key: tuple[Any, ...],
+        context: str | None,
+        locality: str | None,
+        config: int | None,
+        lanes: dict[str, list[str]],
+    ) -> None:
+        same = {"host": key[0], "pid": key[1], "thread": key[2]}
+        same |= {"context": context, "locality": locality, "config": config}
+        if self.evidence.count("lanes") <= KEEP:
+            known = next(
+                (x for x in reversed(self.evidence.lanes[-20:]) if {**same, "lanes": lanes}.items() <= x.items()),
+                None,
+            )
+            if known and lanes:
+                known["count"] += 1
+            else:
+                self.evidence.lanes.append({**same, "lanes": lanes, "line": number, "file": self.file, "count": 1})
+
+    def other_row(self, number: int, state: _Thread, cells: list[str]) -> None:
+        what, before = state.other
+        if what == "available" and len(cells) == 4 and cells[0] != "Type":
+            cells = [c or b for c, b in zip(cells, before or cells, strict=True)] if before else cells
+            state.other = (what, [*cells[:2], "", ""])
+            found = re.findall(r"([+-]) (\S+)", cells[2])
+            if found and self.evidence.count("available") <= KEEP:
+                devices = [{"device": d, "enabled": s == "+"} for s, d in re.findall(r"([+-]) (\S+)", cells[3])]
+                entry = {"type": cells[0], "component": cells[1], "transport": found[0][1]}
+                entry |= {"enabled": found[0][0] == "+", "devices": devices, "line": number}
+                self.evidence.available.append(entry)
+        elif isinstance(what, dict) and len(cells) == 4 and cells[0] != "Transport":
+            transport = cells[0] or before
+            state.other = (what, transport)
+            for lane in cells[3].split(","):
+                what.setdefault(lane.strip().split("#")[0], []).append(f"{transport}/{cells[1].split(' (')[0]}")
+
+    def other(self, number: int, text: str) -> None:
+        """Take a line that is no part of a table: metrics, telemetry, variables, symptoms."""
+        evidence = self.evidence
+        if (metrics := kv_metrics(text)) is not None:
+            size, descriptors = metrics["avg_mb_per_transfer"], metrics["avg_number_of_descriptors"]
+            if metrics["num_successful_transfers"] != 0 and size and descriptors:
+                each = size * 2**20 / descriptors
+                evidence.kv_sizes = [min([*evidence.kv_sizes, each]), max([*evidence.kv_sizes, each])]
+            if metrics["failed_interval"]:
+                evidence.problem("failed-interval", number, text)
+            if evidence.count("kv_metrics") <= KEEP:
+                evidence.kv_metrics.append({"line": number, "file": self.file, **metrics})
+            return
+        if found := _EVENT.search(text):
+            if found[1] == "Event":
+                self.event = found[2]
+            elif self.event and found[2].isdigit():
+                self.telemetry(self.event, int(found[2][:18]))
+                self.event = ""
+            return
+        if found := _BUFFER.search(text):
+            evidence.buffer_device = found[1]
+        for name, value in _ENV.findall(text):
+            values = evidence.environment.setdefault(name, []) if len(evidence.environment) < KEEP else []
+            value = value.strip("'\"")
+            seen = "env variables:" in text
+            if len(values) < 20 and not any(v["value"] == value and v["seen_by_ucx"] == seen for v in values):
+                values.append({"value": value, "line": number, "file": self.file, "seen_by_ucx": seen})
+        found_symptom = logs.symptom(text)
+        if found_symptom:
+            code, advice = found_symptom
+            more = {"reasons": logs.reasons(text)} if code == "no-active-message-transport" else {}
+            evidence.problem(code, number, text, advice, **more)
+
+    def telemetry(self, event: str, value: int) -> None:
+        """Count an event of NIXL's telemetry reader; four of them in a row are one pull, by order alone."""
+        sums = self.evidence.telemetry.setdefault(event, {"count": 0, "sum": 0})
+        sums["count"], sums["sum"] = sums["count"] + 1, sums["sum"] + value
+        name = _TELEMETRY.get(event)
+        if name == "post_us":
+            self.flush_telemetry()
+        if name:
+            self.pending.setdefault(name, value)
+
+    def flush_telemetry(self) -> None:
+        if "xfer_us" in self.pending and self.evidence.count("telemetry pulls") <= KEEP:
+            self.evidence.telemetry_pulls.append(self.pending)
+        self.pending = {}
+
+
+_SPLICE = re.compile(rb"(?<=\S)\s*(?=\[\d{9,10}\.\d{6}\] \[[^\]]+:\d+\s*:\w+\])")
+_EVENT = re.compile(r"\b(Event|Value): (\w+)\s*$")
+_BUFFER = re.compile(r"\bkv_buffer_device: (\w+)")
+_TELEMETRY = {
+    "agent_xfer_post_time": "post_us",
+    "agent_xfer_time": "xfer_us",
+    "agent_rx_bytes": "bytes",
+    "agent_rx_requests_num": "requests",
+}
+
+
+def _interesting(item: Item, text: str) -> bool:
+    """Tell whether a line must be looked at each time that it comes; the answer is kept."""
+    if item.kind not in (NOTHING, OTHER_ROW):
+        return True
+    if item.kind == OTHER_ROW and (item.open or text.count("|") > 2):
+        return True
+    return bool(
+        "KV Transfer metrics" in text
+        or _EVENT.search(text)
+        or _BUFFER.search(text)
+        or _ENV.search(text)
+        or logs.symptom(text)
+    )
+
+
+def _carries_on(raw: bytes) -> bool:
+    """Tell whether a line looks like the rest of a table row that was wrapped."""
+    text = raw.strip()
+    if not text or b"] [" in raw or text[:1] in b"[(|+{" or len(text) > 400:
+        return False
+    return text.endswith(b"|") or b"% on " in text or b"/path" in text
+
+
+def _config(found: re.Match[str] | None) -> tuple[str | None, str | None, int | None]:
+    if not found:
+        return None, None, None
+    return found[1], found[2], _int(found[3] or found[4])
+
+
+def read(
+    sources: logs.Source | Iterable[logs.Source],
+    descriptor_bytes: int | None = None,
+    local: str | None = None,
+    remote: str | None = None,
+) -> Evidence:
+    """Read logs in one pass and return the evidence.
+
+    :param sources: paths, ``-`` for standard input, or binary streams; gzip, zstd, xz and bzip2 are seen
+    :param descriptor_bytes: size of one descriptor of the pull; None: from vLLM's metrics lines, or assumed
+    :param local: memory kind of the reading side (``cuda``, ``host``, ``VRAM``, ``DRAM``, ...); None: any
+    :param remote: memory kind of the side that is read
+    :raises BadInput: when a source cannot be opened
+    """
+    evidence = Evidence(
+        descriptor_bytes,
+        local and _MEMORY_KINDS.get(local, local),
+        remote and _MEMORY_KINDS.get(remote, remote),
+    )
+    for source in logs.names(sources):
+        name = logs.name_of(source)
+        stream, damage = logs.open_stream(source), []  # type: tuple[Any, list[str]]
+        evidence.files.append(name)
+        reader, number = _Reader(evidence, name), 0
+        try:
+            for number, raw in logs.candidates(stream, damage):
+                reader.line(number, raw)
+            reader.finish()
+        finally:
+            if isinstance(source, str | Path) and name != "standard input":
+                stream.close()
+        for text in damage:
+            evidence.problem("input-damaged", number, f"{name}: {text}")
+    return evidence
+
+
+# ------------------------------------------------------------------------------------------- the decision
+
+_RDMA = ("rc_mlx5", "rc_verbs", "dc_mlx5", "ud_mlx5", "ud_verbs", "rc_gda", "srd")
+_SHARED = ("cma", "sysv", "posix", "knem", "xpmem")
+#: what a person may write for a transport -> the names that UCX prints
+ALIASES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("ib", "rdma", "roce", "infiniband", "verbs"), _RDMA),
+    "rc": ("rc_mlx5", "rc_verbs", "rc_gda"),
+    "rc_x": ("rc_mlx5",),
+    "rc_v": ("rc_verbs",),
+    **dict.fromkeys(("dc", "dc_x"), ("dc_mlx5",)),
+    "ud": ("ud_mlx5", "ud_verbs"),
+    "ud_x": ("ud_mlx5",),
+    "ud_v": ("ud_verbs",),
+    **dict.fromkeys(("efa",), ("srd",)),
+    **dict.fromkeys(("sm", "shm", "shared memory", "shared-memory", "shared_memory"), _SHARED),
+    "mm": ("sysv", "posix", "xpmem"),
+    **dict.fromkeys(("nvlink", "cuda-ipc", "cuda ipc"), ("cuda_ipc",)),
+    **dict.fromkeys(("xgmi", "rocm-ipc"), ("rocm_ipc",)),
+}
+_KNOWN = {
+    *_RDMA,
+    *_SHARED,
+    "tcp",
+    "self",
+    "cuda_ipc",
+    "rocm_ipc",
+    "ze_ipc",
+    "cuda_copy",
+    "gdr_copy",
+    "rocm_copy",
+    "ze_copy",
+}
+
+
+def known_transport(name: str) -> bool:
+    """Tell whether ``name`` is a transport or an alias that :func:`agrees` knows."""
+    return name.strip().lower() in ALIASES or name.strip().lower() in _KNOWN
+
+
+def agrees(transport: str | None, expected: str) -> bool:
+    """Tell whether the transport that was found is what was expected; aliases as in ``ALIASES``.
+
+    A payload over several transports (``knem+rc_mlx5``) agrees when every one of them does.
+    """
+    if not transport:
+        return False
+    wanted = {n for e in expected.lower().split(",") for n in ALIASES.get(e.strip(), (e.strip(),))}
+    return all(t in wanted for t in transport.split("+"))
+
+
+def _kind(memory: str | None) -> str:
+    return (memory or "").split(" ")[-1].split("/")[0]
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.4g} {unit}"
+    return f"{size:.0f} B"
+
+
+def decide(evidence: Evidence) -> Pull:
+    """Say what carried the pull, from the remote memory read tables alone."""
+    notes: list[str] = []
+    reads = [t for t in evidence.tables.values() if t.is_read and t.rows]
+    asked = [
+        t for t in reads
+        if (not evidence.local or _kind(t.local) == evidence.local)
+        and (not evidence.remote or _kind(t.remote) in (evidence.remote, ""))
+    ]  # fmt: skip
+    if reads and not asked:
+        what = f"{evidence.local or 'any'} from {evidence.remote or 'any'} memory"
+        return _open(evidence, f"no remote memory read table for {what}, only for other memory", reads[0].line)
+    tables = [t for t in asked if t.locality != "self"]
+    if asked and not tables:
+        evidence.problem("self-endpoint-only", asked[0].line, "remote memory read of a self endpoint")
+        return _open(
+            evidence,
+            "the only remote memory read tables are of self endpoints, a pull goes to a peer",
+            asked[0].line,
+        )
+    tables = _used(tables)
+    tables = _main_memory(evidence, tables, notes)
+    if any("multi" in t.attributes for t in tables):
+        tables = [t for t in tables if "multi" in t.attributes]
+    if not tables:
+        return _open(evidence)
+    return _by_rows(evidence, tables, notes)
+
+
+def _used(tables: list[Table]) -> list[Table]:
+    """Drop the tables that UCX counted and found unused, when it counted others as used."""
+    sums = [sum(r.selections or 0 for r, _ in t.rows) for t in tables]
+    return [t for t, n in zip(tables, sums, strict=True) if n] if any(sums) else tables
+
+
+def _main_memory(evidence: Evidence, tables: list[Table], notes: list[str]) -> list[Table]:
+    """Keep the tables of the memory that KV lives in, when reads of several memory kinds were seen."""
+    kinds = {(_kind(t.local), _kind(t.remote)) for t in tables}
+    if len(kinds) < 2:
+        return tables
+    device = evidence.buffer_device
+    if device in ("cpu", "host"):
+        kept = [t for t in tables if _kind(t.local) == "host"]
+        notes.append("KV is in host memory, as vLLM's log says")
+    else:
+        kept = [t for t in tables if _kind(t.local) != "host" and _kind(t.remote) != "host"]
+        kept = kept or [t for t in tables if _kind(t.local) != "host" or _kind(t.remote) != "host"]
+        notes.append(
+            "KV is taken to be in GPU memory" if not device else f"KV is in {device} memory, as vLLM's log says"
+        )
+    return kept or tables
+
+
+def _sizes(evidence: Evidence, notes: list[str], tables: list[Table]) -> list[int]:
+    if evidence.descriptor_bytes:
+        notes.append(f"descriptors of {_bytes(evidence.descriptor_bytes)} as given")
+        return [evidence.descriptor_bytes]
+    if evidence.kv_sizes:
+        low, high = (round(s) for s in evidence.kv_sizes)
+        text = _bytes(low) if high - low <= high * 0.01 else f"{_bytes(low)} to {_bytes(high)}"
+        notes.append(f"descriptors of {text} on average, from vLLM's metrics lines")
+        return sorted({low, high})
+    if all(len(t.rows) == 1 and t.rows[0][0].covers(1) and t.rows[0][0].max_bytes is None for t in tables):
+        notes.append("every size takes this row")
+    else:
+        notes.append(f"descriptor size not known, {_bytes(ASSUMED_BYTES)} assumed")
+    return [ASSUMED_BYTES]
+
+
+def _by_rows(evidence: Evidence, tables: list[Table], notes: list[str]) -> Pull:
+    sizes = _sizes(evidence, notes, tables)
+    assumed = not evidence.descriptor_bytes and not evidence.kv_sizes
+    chosen: list[tuple[Table, Row, int]] = []
+    for table in tables:
+        counted = [(r, n) for r, n in table.rows if r.selections]
+        if assumed and counted:  # what UCX counted is better than an assumption
+            rows = [max(counted, key=lambda x: x[0].selections or 0)]
+            notes[-1] = "the row that UCX counted most"
+        else:
+            rows = [found for found in (table.row_for(s) for s in sizes) if found]
+        chosen += [(table, r, n) for r, n in dict.fromkeys(rows)]
+    if not chosen:
+        evidence.problem("no-row-for-size", tables[0].line, f"{_bytes(sizes[0])} is in no row")
+        return _open(evidence, f"no row of the read table covers {_bytes(sizes[0])}", tables[0].line)
+    if (
+        assumed
+        and len({(r.transports, r.emulated) for t in tables for r, _ in t.rows if (r.max_bytes or 1 << 60) >= 4096}) > 1
+    ):
+        evidence.problem("descriptor-size-assumed", tables[0].line, notes[-1])
+    evidence.deciding = chosen
+    rows_ = [r for _, r, _ in chosen]
+    lines = sorted({n for _, _, n in chosen})
+    ways = {("+".join(r.transports), r.emulated) for r in rows_}
+    if any(not r.lanes for r in rows_) and len(ways) == 1:
+        evidence.deciding = []
+        return _open(evidence, "the row that covers the descriptors is cut before its transport", lines[0])
+    if len(ways) > 1:
+        evidence.deciding = []
+        said = "; ".join(
+            f"{w or 'cut'}{' by software emulation' if e else ''} ({_where(chosen, w, e)})" for w, e in sorted(ways)
+        )
+        if len({w for w, _ in ways}) == 1 and "" not in {w for w, _ in ways}:
+            # one transport, emulated for some: the transport is known, the emulation is not
+            evidence.deciding = chosen
+            pull = _agreed(evidence, chosen, notes, lines)
+            pull.emulated, pull.verdict = None, f"{pull.transport}, mixed: {said}"
+            return pull
+        evidence.problem("conflicting-reads", lines[0], said)
+        return Pull(verdict=f"not determined: the read tables are mixed: {said}", lines=lines[:100])
+    return _agreed(evidence, chosen, notes, lines)
+
+
+def _where(chosen: list[tuple[Table, Row, int]], way: str, emulated: bool) -> str:
+    lines = [n for _, r, n in chosen if "+".join(r.transports) == way and r.emulated == emulated]
+    return f"line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines[:5]))}"
+
+
+def _agreed(evidence: Evidence, chosen: list[tuple[Table, Row, int]], notes: list[str], lines: list[int]) -> Pull:
+    rows = [r for _, r, _ in chosen]
+    lanes = [x for r in rows for x in r.lanes]
+    devices = list(dict.fromkeys(x.device for x in lanes if x.device))
+    paths = max((len({x.path for x in r.lanes if x.device == d}) for r in rows for d in devices), default=None)
+    first = rows[0]
+    pull = Pull(
+        transport="+".join(first.transports),
+        devices=devices,
+        paths=paths,
+        emulated=first.emulated,
+        staged=any(r.staged for r in rows),
+        estimate=any(r.estimate for r in rows),
+        lines=lines[:100],
+    )
+    words = [f"{pull.transport} on {', '.join(devices)}" if devices else str(pull.transport)]
+    words.append(first.description.removeprefix("(?) "))
+    per_row = max(len({x.device for x in r.lanes}) for r in rows)
+    if per_row > 1:
+        words.append(f"{per_row} devices at once")
+    if paths and paths > 1:
+        words.append(f"{paths} paths on one device")
+    for code, holds, text in (
+        ("staged-through-host", pull.staged, "staged through a bounce buffer"),
+        ("software-emulation", pull.emulated, ""),
+        ("estimate", pull.estimate, "UCX's estimate"),
+    ):
+        if holds:
+            evidence.problem(code, lines[0], f"{first.description} | {first.config}")
+            words += [text] if text else []
+    if any(r.truncated for r in rows):
+        shown = sum(x.share or 0 for x in first.lanes)
+        words.append(f"lane list cut, {max(0, 100 - shown)} percent of the share not shown")
+    if any(t.locality == "intra-node" for t, _, _ in chosen) and agrees(pull.transport, "rdma,tcp"):
+        words.append("though the peer is on the same node")
+    pull.verdict = ", ".join(w for w in words if w) + (f" ({'; '.join(notes)})" if notes else "")
+    return pull
+
+
+def _open(evidence: Evidence, why: str = "", line: int | None = None) -> Pull:
+    """Say that the pull is not determined, why, and what the weaker signs make likely."""
+    others = {t.operation.split(" by ")[0] for t in evidence.tables.values() if not t.is_read and t.rows}
+    headless = [t for t in evidence.tables.values() if t.is_read and not t.rows]
+    if not why:
+        if headless:
+            why = f"the read table at line {headless[0].line} has no rows"
+        elif others:
+            why = f"only tables of {', '.join(sorted(others))} are here, none of a remote memory read"
+        elif evidence.lanes:
+            why = "a lane list says what an endpoint may use, not what carried the bytes"
+        elif evidence.environment.get("UCX_TLS"):
+            why = "an echoed UCX_TLS says what is allowed, not what carried the bytes"
+        else:
+            why = "no UCX protocol table is here"
+    pull = Pull(lines=[line] if line else [])
+    likely = _likely(evidence)
+    if likely:
+        transport, reason, at = likely
+        pull.likely = f"{transport} ({reason})"
+        pull.lines = pull.lines or [at]
+    shown = bool(others or evidence.lanes or evidence.environment.get("UCX_TLS"))
+    code = "not-pull-evidence" if shown else "no-evidence"
+    if not any(p["code"] in ("self-endpoint-only", "no-row-for-size") for p in evidence.problems):
+        evidence.problem(code, line or 0, why)
+    pull.verdict = f"not determined: {why}" + (f"; likely {pull.likely}" if pull.likely else "")
+    return pull
+
+
+def _likely(evidence: Evidence) -> tuple[str, str, int] | None:
+    """Return (transport, reason, line) from lane lists, else from the allowed set; None when open."""
+    peers = [x for x in evidence.lanes if x["locality"] != "self"] or evidence.lanes
+    found: dict[str, tuple[str, str, int]] = {}
+    off = any(p["code"] == "cuda-ipc-get-disabled" for p in evidence.problems)
+    for entry in peers:
+        lanes = entry["lanes"]
+        rma, emulated, am = lanes.get("rma", []), lanes.get("rma_am", []), lanes.get("am", [])
+        wide = rma + lanes.get("rma_bw", [])
+        if wide:
+            transports = {x.split("/")[0] for x in wide} - ({"cuda_ipc"} if off else set())
+            if len(transports) == 1:
+                name = transports.pop()
+                found[name] = (name, f"its remote-access lane is {wide[0]}", entry["line"])
+            elif transports:
+                return None
+        elif emulated:
+            name = emulated[0].split("/")[0]
+            # cma and its like show only under am(...), yet read by themselves
+            if any(agrees(x.split("/")[0], "sm") for x in am + lanes.get("other", [])) and not agrees(name, "sm"):
+                return None
+            reason = f"rma_am({emulated[0]}): reads by software emulation over active messages"
+            if any(x.startswith("cuda_ipc/") for x in am):
+                reason += "; cuda_ipc is listed for writes and may be off for reads"
+            found[name] = (name, reason, entry["line"])
+    if found:
+        return next(iter(found.values())) if len(found) == 1 else None
+    return _allowed(evidence)
+
+
+def _allowed(evidence: Evidence) -> tuple[str, str, int] | None:
+    values = evidence.environment.get("UCX_TLS", [])
+    values = [v for v in values if v["seen_by_ucx"]] or values
+    if len({v["value"] for v in values}) != 1 or values[0]["value"].startswith("^"):
+        return None
+    names = {n.split(":")[0] for n in values[0]["value"].split(",")} - {
+        "self",
+        "cuda_copy",
+        "gdr_copy",
+        "rocm_copy",
+        "",
+    }
+    network = {n for n in names if n == "tcp" or n in ALIASES["rdma"] or agrees("rc_mlx5", n) or n in ("all", "srd")}
+    places = {t.locality for t in evidence.tables.values()} | {x["locality"] for x in evidence.lanes}
+    value, line = values[0]["value"], values[0]["line"]
+    if "inter-node" in places and network == {"tcp"}:
+        return "tcp", f"between nodes UCX_TLS={value} allows no RDMA transport", line
+    if names == {"tcp"}:
+        return "tcp", f"UCX_TLS={value} allows nothing else", line
+    return None
+
+
+def transport_rows(evidence: Evidence, arm: str, process: str) -> pd.DataFrame:
+    """Return the tables as rows of the run folder's ``transports`` table; those that decide are marked."""
+    import pandas as pd
+
+    _ = evidence.pull
+    deciding = {(id(t), n) for t, _, n in evidence.deciding}
+    rows = [
+        {
+            "arm": arm,
+            "process": process,
+            "host": table.key[1],
+            "pid": table.key[2],
+            "operation": table.operation + (f"({','.join(table.attributes)})" if table.attributes else ""),
+            "local": table.local,
+            "remote": table.remote,
+            "min_bytes": row.min_bytes,
+            "max_bytes": row.max_bytes,
+            "description": row.description,
+            "config": row.config,
+            "selections": row.selections,
+            "transport": "+".join(row.transports) or None,
+            "emulated": row.emulated,
+            "decides": (id(table), line) in deciding,
+            "file": table.file.rsplit("/", 1)[-1],
+            "line": line,
+        }
+        for table in evidence.tables.values()
+        for row, line in table.rows
+    ]
+    columns = list(rows[0]) if rows else ["arm", "selections", "decides"]
+    frame = pd.DataFrame(rows, columns=columns)
+    whole = [c for c in ("pid", "min_bytes", "max_bytes", "selections", "line") if c in frame]
+    return frame.astype(dict.fromkeys(whole, "Int64"))
+
+
+__all__ = [
+    "ASSUMED_BYTES",
+    "Evidence",
+    "Lane",
+    "Pull",
+    "Row",
+    "Table",
+    "agrees",
+    "decide",
+    "known_transport",
+    "parse",
+    "read",
+    "transport_rows",
+]
