@@ -50,7 +50,9 @@ class Shown:
     """A chart that is interactive where Vega-Lite is drawn (JupyterLab) and an SVG everywhere else."""
 
     def __init__(self, spec: dict[str, Any], svg: str, name: str) -> None:
-        self._bundle = {alt.VEGALITE_MIME: spec, "image/svg+xml": svg, "text/plain": f"<chart {name}>"}
+        # JupyterLab 4 draws this type with a Vega-Lite of its own (5), offline; our marks are in both versions.
+        spec = {**spec, "$schema": "https://vega.github.io/schema/vega-lite/v5.json"}
+        self._bundle = {"application/vnd.vegalite.v5+json": spec, "image/svg+xml": svg, "text/plain": f"<chart {name}>"}
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         return self._bundle
@@ -86,49 +88,41 @@ def stacked_split(summary: pd.DataFrame, heading: alt.TitleParams) -> alt.TopLev
 
     :param summary: rows of :func:`kvlab.analysis.split.summary`
     """
-    rows = summary.assign(case=summary["prompt_tokens"].map(lengths) + " prompt")
-    order = list(dict.fromkeys(rows.sort_values("prompt_tokens")["case"]))
-    long = rows.melt(
-        id_vars=["arm", "case", "n", "post_share", "xfer_us", "descriptors", "bytes"],
-        value_vars=["post_us", "drain_us"],
-        var_name="part",
-        value_name="part_us",
+    rows = summary.assign(
+        case=summary["prompt_tokens"].map(lengths) + " prompt",
+        low_ms=summary["xfer_low_us"] / 1e3,
+        high_ms=summary["xfer_high_us"].fillna(summary["xfer_us"]) / 1e3,
+        text=[
+            f"{x / 1e3:.3g} ms, post {share:.0%}"
+            for x, share in zip(summary["xfer_us"], summary["post_share"], strict=True)
+        ],
     )
+    arms = list(dict.fromkeys(rows["arm"]))
+    names = {"post_us": "post: issuing the reads", "drain_us": "drain: until completion is seen"}
+    kept = ["arm", "case", "n", "descriptors", "bytes", "low_ms", "high_ms", "text"]
+    long = rows.melt(id_vars=kept, value_vars=list(names), var_name="part", value_name="part_us")
     long["part_ms"] = long["part_us"] / 1e3
-    long["part"] = long["part"].map(
-        {"post_us": "post: issuing the reads", "drain_us": "drain: until completion is seen"}
+    long["part"] = long["part"].map(names)
+    base = alt.Chart().encode(y=alt.Y("arm:N", title=None, sort=arms, axis=alt.Axis(labelLimit=200)))
+    bars = base.mark_bar(height={"band": 0.7}).encode(
+        x=alt.X("part_ms:Q", title="Median pull (ms)", stack="zero"),
+        color=alt.Color("part:N", title="", scale=alt.Scale(domain=list(names.values()), range=[POST, DRAIN])),
+        order=alt.Order("part:N", sort="descending"),
+        tooltip=[
+            alt.Tooltip("arm:N", title="Arm"),
+            alt.Tooltip("part:N", title="Part"),
+            alt.Tooltip("part_ms:Q", title="Median (ms)", format=".3f"),
+            alt.Tooltip("n:Q", title="Pulls"),
+            alt.Tooltip("descriptors:Q", title=schema.label("pulls", "descriptors"), format=","),
+            alt.Tooltip("bytes:Q", title=schema.label("pulls", "bytes"), format=","),
+        ],
     )
-    parts = ["post: issuing the reads", "drain: until completion is seen"]
-    bars = (
-        alt.Chart(long)
-        .mark_bar(height={"band": 0.7})
-        .encode(
-            y=alt.Y("arm:N", title=None, sort=list(dict.fromkeys(rows["arm"])), axis=alt.Axis(labelLimit=200)),
-            x=alt.X("part_ms:Q", title="Median pull (ms)", stack="zero"),
-            color=alt.Color("part:N", title="", scale=alt.Scale(domain=parts, range=[POST, DRAIN])),
-            order=alt.Order("part:N", sort="descending"),
-            tooltip=[
-                alt.Tooltip("arm:N", title="Arm"),
-                alt.Tooltip("part:N", title="Part"),
-                alt.Tooltip("part_ms:Q", title="Median (ms)", format=".3f"),
-                alt.Tooltip("n:Q", title="Pulls"),
-                alt.Tooltip("descriptors:Q", title=schema.label("pulls", "descriptors"), format=","),
-                alt.Tooltip("bytes:Q", title=schema.label("pulls", "bytes"), format=","),
-            ],
-        )
-    )
-    marks = rows.assign(
-        low_ms=rows["xfer_low_us"] / 1e3,
-        high_ms=rows["xfer_high_us"] / 1e3,
-        xfer_ms=rows["xfer_us"] / 1e3,
-        text=rows.apply(lambda r: f"{r['xfer_us'] / 1e3:.3g} ms, post {r['post_share']:.0%}", axis=1),
-    )
-    base = alt.Chart(marks).encode(y=alt.Y("arm:N", sort=list(dict.fromkeys(rows["arm"]))))
     whisker = base.mark_rule(color="black", strokeWidth=1.5).encode(x="low_ms:Q", x2="high_ms:Q")
     text = base.mark_text(align="left", dx=6, color="#222").encode(x="high_ms:Q", text="text:N")
+    order = list(dict.fromkeys(rows.sort_values("prompt_tokens")["case"]))
     return (
-        alt.layer(bars, whisker, text)
-        .properties(width=WIDTH, height=34 * rows["arm"].nunique())
+        alt.layer(bars, whisker, text, data=long)
+        .properties(width=WIDTH, height=34 * len(arms))
         .facet(row=alt.Row("case:N", sort=order, title=None, header=alt.Header(labelAngle=0, labelAlign="left")))
         .properties(title=heading)
     )

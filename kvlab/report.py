@@ -110,12 +110,16 @@ def render(folder: Path) -> Path:
     if manifest.get("outcome") not in ("completed", "running"):
         why = "; ".join(manifest.get("contradictions", [])) or str(manifest.get("error", ""))
         banner = f'<p class="banner"><b>This run is {html.escape(str(manifest["outcome"]))}.</b> {html.escape(why)}</p>'
+    # What was measured, where: of the recording when this is a replay of one.
+    measured = manifest
+    if manifest.get("replay_of"):
+        measured = json.loads((Path(manifest["replay_of"]) / "manifest.json").read_text("utf-8"))
     provenance = "".join(
         f"<h3>{title}</h3>{_table(rows)}"
         for title, rows in (
             ("Run", {k: manifest.get(k) for k in (*_HEAD, "replay_of", "parameter_file")}),
-            ("Parameters", manifest.get("parameters", {})),
-            ("Machine and versions", manifest.get("provenance", {})),
+            ("Parameters", measured.get("parameters", {})),
+            ("Machine and versions", measured.get("provenance", {})),
         )
     )
     page = (

@@ -239,7 +239,8 @@ def create(
             "outcome": RUNNING,
             "start": _now(),
             "pid": os.getpid(),
-            "parameters": dict(params),
+            # The folder's own place is not a parameter of the measurement.
+            "parameters": {k: v for k, v in params.items() if k != "run_dir"},
             "commands": [],
             "provenance": provenance.collect(),
         }
@@ -267,3 +268,29 @@ def load(name: str | Path) -> Run:
         return Run(path, frozen=True)
     except (OSError, ValueError) as error:
         raise BadInput(f"{path / 'manifest.json'} cannot be read: {error}") from None
+
+
+def archive(folder: str | Path, target: str | Path) -> Path:
+    """Copy a run to ``target`` as a recording: tables, manifest, logs; no charts, no path of this machine.
+
+    Raises BadInput when ``target`` is there already.
+    """
+    import shutil
+    import sys
+
+    source, target = find(folder), Path(target)
+    if target.exists():
+        raise BadInput(f"{target} is there already; a recording is not overwritten")
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns("charts", "notebook.ipynb", "report.html", "summary.json")
+    )
+    # Longest first, so that a folder inside another one does not keep half a path.
+    places = {str(source): ".", sys.prefix: "$VENV", str(Path.cwd()): "$PWD", str(Path.home()): "~"}
+    for path in [target / "manifest.json", *(target / "logs").rglob("*")]:
+        if path.is_file():
+            data = path.read_bytes()
+            for place, word in sorted(places.items(), key=lambda p: -len(p[0])):
+                if len(place) > 1:
+                    data = data.replace(place.encode(), word.encode())
+            path.write_bytes(data)
+    return target

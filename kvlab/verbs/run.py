@@ -133,6 +133,7 @@ def _execute(experiment: experiments.Experiment, chosen: params.Experiment, fold
         import papermill
         from nbclient.exceptions import DeadKernelError
         from papermill.exceptions import PapermillExecutionError
+        from traitlets.config import Config
 
         # The kernel must import this kvlab wherever it is started.
         here = str(Path(runs.__file__).resolve().parent.parent)
@@ -147,6 +148,8 @@ def _execute(experiment: experiments.Experiment, chosen: params.Experiment, fold
                     kernel_name="python3",
                     progress_bar=True,
                     cwd=os.getcwd(),
+                    # Unix sockets instead of TCP ports for the kernel's messages: no port to collide on.
+                    config=Config({"KernelManager": {"transport": "ipc"}}),
                 )
         except PapermillExecutionError as error:
             if got or error.ename == "KeyboardInterrupt":

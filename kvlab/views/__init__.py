@@ -39,6 +39,13 @@ def baseline(run: Run) -> str:
     return arms(run)[0]
 
 
+def ordered(frame: pd.DataFrame, run: Run) -> pd.DataFrame:
+    """Sort rows by prompt length (where there is one), then by the arms' order in the parameters."""
+    rank = {label: i for i, label in enumerate(arms(run))}
+    keys = [c for c in ("prompt_tokens",) if c in frame]
+    return frame.assign(_arm=frame["arm"].map(rank)).sort_values([*keys, "_arm"], kind="stable").drop(columns="_arm")
+
+
 def evidence(run: Run) -> gt.GT:
     """Show, for each arm, which transport carried the payload, by what evidence, against what the label claims."""
     frame = run.table("verdicts").copy()

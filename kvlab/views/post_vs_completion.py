@@ -8,12 +8,12 @@ import pandas as pd
 from kvlab import charts, tables
 from kvlab.capture.ucx import agrees
 from kvlab.runs import Run
-from kvlab.views import arms, baseline, caption
+from kvlab.views import arms, baseline, caption, ordered
 
 
-def split_table(summary: pd.DataFrame) -> gt.GT:
+def split_table(summary: pd.DataFrame, run: Run) -> gt.GT:
     """Show medians of post, drain and pull with the pull's interval, a row an arm and prompt length."""
-    frame = summary.sort_values(["prompt_tokens", "arm"], kind="stable").copy()
+    frame = ordered(summary, run)
     for name in ("post", "drain", "xfer", "xfer_low", "xfer_high"):
         frame[f"{name}_ms"] = frame[f"{name}_us"] / 1e3
     frame["interval"] = frame.apply(lambda r: f"{r['xfer_low_ms']:.1f} to {r['xfer_high_ms']:.1f}", axis=1)
@@ -46,17 +46,17 @@ def split_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     heading = charts.title(
         "Where the time of a pull goes", run, caption(run, run.table("pulls")) + "; whisker: 95 % of the median pull"
     )
-    return charts.show(charts.stacked_split(summary, heading), "split", run)
+    return charts.show(charts.stacked_split(ordered(summary, run), heading), "split", run)
 
 
-def _cases(summary: pd.DataFrame) -> pd.DataFrame:
-    frame = summary.sort_values("prompt_tokens", kind="stable")
+def _cases(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
+    frame = ordered(summary, run)
     return frame.assign(case=frame["prompt_tokens"].map(charts.lengths) + " prompt")
 
 
 def per_descriptor_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw the post's cost of one descriptor, with its interval."""
-    frame = _cases(summary)
+    frame = _cases(summary, run)
     frame["text"] = frame["post_per_descriptor_us"].map(lambda v: f"{v:.2g} µs")
     chart = charts.points_with_interval(
         frame,
@@ -73,7 +73,7 @@ def per_descriptor_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
 
 def rate_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw bytes over pull time beside the limits measured in the same run."""
-    frame = _cases(summary)
+    frame = _cases(summary, run)
     frame["text"] = frame["rate_gb_s"].map(lambda v: f"{v:.2g} GB/s")
     limits = run.table("limits")
     lines = limits.groupby("name", as_index=False)["gb_per_s"].median().rename(columns={"gb_per_s": "value"})
@@ -93,7 +93,7 @@ def rate_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
 
 def ratio_chart(ratios: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw the ratio of median pull times to the baseline arm, with its interval."""
-    frame = _cases(ratios)
+    frame = _cases(ratios, run)
     frame["text"] = frame.apply(lambda r: f"{r['ratio']:.2f}x {'' if r['different'] else '(not resolved)'}", axis=1)
     chart = charts.points_with_interval(
         frame,
