@@ -250,10 +250,11 @@ class Grouper:
     ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
         """Take events; return whole transfers, n x (post_us, xfer_us, bytes, requests), and which are reads."""
         wanted = (types >= 0) & (types <= POST_TIME) & (types != 4) & (types != 5)
-        for number, count in zip(*np.unique(types[~wanted], return_counts=True), strict=True):
-            self.others[int(number)] += int(count)
-        if version == 4:
-            self.dropped += int(values[types == DROPPED].sum())
+        if not wanted.all():
+            for number, count in zip(*np.unique(types[~wanted], return_counts=True), strict=True):
+                self.others[int(number)] += int(count)
+            if version == 4:
+                self.dropped += int(values[types == DROPPED].sum())
         t = np.concatenate([self._types, types[wanted]])
         v = np.concatenate([self._values, values[wanted]])
         starts = np.flatnonzero(t[: max(len(t) - 3, 0)] == POST_TIME)
@@ -312,6 +313,9 @@ def read_ring(path: Path | str) -> tuple[pd.DataFrame, dict[str, Any]]:
         return _frame([(ring.path.name, rows, reads, np.nan, np.nan)]), state.report()
 
 
+_NOTHING = np.empty((0, 4), np.uint64), np.empty(0, np.bool_)
+
+
 class _Followed:
     """One ring, its grouper, and what went wrong with it."""
 
@@ -325,6 +329,8 @@ class _Followed:
         if batch.gap_before:
             self.gaps[batch.gap_before] += 1
             self.grouper.gap()
+        if not len(batch.types) and not batch.gap_after:
+            return _NOTHING
         rows, reads = self.grouper.feed(batch.types, batch.values, self.ring.version)
         if batch.gap_after:
             self.gaps[batch.gap_after] += 1
@@ -397,18 +403,10 @@ class Follower:
     def _look(self) -> None:
         with self._lock:
             now = time.time() - self.began_s
-            try:
-                names = os.listdir(self.directory)
-            except FileNotFoundError:
-                names = []
-            for name in names:
-                if name not in self._rings:
-                    try:
-                        self._rings[name] = _Followed(Ring(self.directory / name, owner=True))
-                        self._rings[name].seen_s = self._scan_s
-                        self._not_ready.pop(name, None)
-                    except BadInput as problem:  # made a moment ago, or no ring at all: tried again
-                        self._not_ready[name] = str(problem)
+            if (
+                not now - self._scan_s < 0.1 or self._stop.is_set()
+            ):  # a look for new files costs more than a read
+                self._scan(now)
             for name, state in self._rings.items():
                 if state.alive:
                     try:
@@ -421,7 +419,18 @@ class Follower:
                         ended = state.seen_s - self._flush_s, time.time() - self.began_s
                         self._parts.append((name, rows, reads, *ended))
                     state.seen_s = now
-            self._scan_s = now
+
+    def _scan(self, now: float) -> None:
+        names = os.listdir(self.directory) if self.directory.is_dir() else []
+        for name in names:
+            if name not in self._rings:
+                try:
+                    self._rings[name] = _Followed(Ring(self.directory / name, owner=True))
+                    self._rings[name].seen_s = self._scan_s
+                    self._not_ready.pop(name, None)
+                except BadInput as problem:  # made a moment ago, or no ring at all: tried again
+                    self._not_ready[name] = str(problem)
+        self._scan_s = now
 
     def rows(self) -> pd.DataFrame:
         """Return every transfer so far: ring, operation, post_us, xfer_us, bytes, requests, start_s and its
