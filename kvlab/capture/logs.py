@@ -14,10 +14,12 @@ import io
 import lzma
 import re
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from kvlab.errors import BadInput
 
@@ -25,16 +27,12 @@ Source = str | Path | BinaryIO
 CHUNK = 1 << 18
 #: of a longer line only this much is looked at
 LINE_MAX = 1 << 13
-#: what a line must hold to be looked at
-MARKS = (
-    b"|", b"+--", b"UCX", b"NIXL", b"nixl", b"KV ", b"cfg", b"messages transport", b"zero-copy",
-    b"ALLOC_CONF", b"ZMQError", b"across cluster", b"kv_buffer_device", b"failed to start", b"remote memory", b"Event: ",
-    b"zcopy",
-)  # fmt: skip
-#: marks that are searched only where their leader is in the chunk
-FOLLOWERS = {b"Event: ": (b"Value: ",)}
-#: marks of counter dumps, searched where the beginning of the stream has one
-COUNTER_MARKS = (b"/sys/class/", b"_bytes", b"Port")
+#: what a line must hold to be looked at, besides a bar: mark -> where in it three telling letters begin
+MARKS = {
+    b"+--": 0, b"UCX": 0, b"cfg": 0, b"NIXL": 0, b"nixl": 0, b"KV ": 0, b"ZMQ": 0, b"messages transport": 11,
+    b"zero-copy": 3, b"get zcopy": 3, b"ALLOC_CONF": 4, b"across cluster": 0, b"kv_buffer_device": 0,
+    b"failed to start": 3, b"Event: ": 3, b"Value: ": 3, b"/sys/class/": 0, b"_bytes": 3, b"PortXmit": 3, b"PortRcv": 3,
+}  # fmt: skip
 ESCAPES = re.compile(r"(?:\x1b|\\x1b|\\033|\\e|\\u001b|␛|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m(?![\w.])|\x00")
 
 
@@ -45,110 +43,140 @@ def name_of(source: Source) -> str:
     return str(getattr(source, "name", "stream"))
 
 
-def open_stream(source: Source) -> BinaryIO:
-    """Open a path, ``-`` or a binary stream, decompressed by its first bytes (gzip, zstd, xz, bzip2).
+class Input:
+    """One log, decompressed by its first bytes (gzip, zstd, xz, bzip2; UTF-16 too), read as a stream.
 
-    Raises BadInput when it cannot be opened.
+    ``lines`` counts the lines read so far; ``damage`` says why a compressed stream ended early ('' if it
+    did not).  Raises BadInput when the source cannot be opened.
     """
-    try:
-        if isinstance(source, str | Path):
-            raw = sys.stdin.buffer if str(source) == "-" else open(source, "rb")  # noqa: SIM115
-        else:
-            raw = cast(Any, source)
-        stream: Any = raw if hasattr(raw, "peek") else io.BufferedReader(cast(Any, raw))
-        head = stream.peek(4)[:4]
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInput(f"{name_of(source)} cannot be read: {reason}") from None
-    if head[:2] == b"\x1f\x8b":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=stream))
-    if head == b"\x28\xb5\x2f\xfd":
+
+    def __init__(self, source: Source) -> None:
+        self.name, self.lines, self.damage = name_of(source), 0, ""
+        self._own = isinstance(source, str | Path) and str(source) != "-"
         try:
-            import zstandard
-        except ImportError:
-            raise BadInput(f"{name_of(source)} is zstd; pip install zstandard, or decompress it first") from None
-        return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True))
-    if head == b"\xfd7zX":
-        return cast(BinaryIO, lzma.LZMAFile(stream))
-    if head[:3] == b"BZh":
-        return cast(BinaryIO, bz2.BZ2File(stream))
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return cast(BinaryIO, codecs.EncodedFile(stream, "utf-8", "utf-16", errors="replace"))
-    return cast(BinaryIO, stream)
+            if isinstance(source, str | Path):
+                raw: Any = open(source, "rb") if self._own else sys.stdin.buffer  # noqa: SIM115
+            else:
+                raw = source
+            stream: Any = raw if hasattr(raw, "peek") else io.BufferedReader(raw)
+            head = stream.peek(4)[:4]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise BadInput(f"{self.name} cannot be read: {reason}") from None
+        self._stream = self._decompressed(stream, head)
+
+    def _decompressed(self, stream: Any, head: bytes) -> Any:
+        if head[:2] == b"\x1f\x8b":
+            return gzip.GzipFile(fileobj=stream)
+        if head == b"\x28\xb5\x2f\xfd":
+            try:
+                import zstandard
+            except ImportError:
+                raise BadInput(f"{self.name} is zstd: pip install zstandard, or decompress it first") from None
+            return zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+        if head == b"\xfd7zX":
+            return lzma.LZMAFile(stream)
+        if head[:3] == b"BZh":
+            return bz2.BZ2File(stream)
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            return codecs.EncodedFile(stream, "utf-8", "utf-16", errors="replace")
+        return stream
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        if self._own:
+            self._stream.close()
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield whole lines in chunks; damage ends the stream."""
+        rest = b""
+        while True:
+            try:
+                data = self._stream.read(CHUNK)
+            except Exception as error:
+                # Each decompressor has its own errors; what was read before the damage counts.
+                self.damage = str(error) or type(error).__name__
+                data = b""
+            if not data:
+                if rest:
+                    yield rest
+                return
+            cut = data.rfind(b"\n") + 1
+            if not cut:
+                # A line without end must not grow in memory: its beginning is kept, the rest dropped.
+                rest += data[: max(0, LINE_MAX - len(rest))]
+                continue
+            start = data.find(b"\n") if len(rest) >= LINE_MAX else 0
+            yield rest + data[start:cut]
+            rest = data[cut:]
+
+    def candidates(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (line number, line) of the lines that hold a mark, and of a line after one that stops short.
+
+        Lines that hold a ``|`` and do not end with one may have been wrapped: the next line is handed on too.
+        The frequent marks are searched as arrays, because a step of Python for each hit would cost most of the time.
+        """
+        wrapped = False
+        for chunk in self.chunks():
+            if b"\r" in chunk:
+                chunk = chunk.replace(b"\r\n", b"\n")
+            if not chunk.endswith(b"\n"):
+                chunk += b"\n"
+            text = np.frombuffer(chunk, np.uint8)
+            ends = np.flatnonzero(text == 10)
+            bars = np.searchsorted(ends, np.flatnonzero(text == 0x7C))
+            short = bars[text[ends[bars] - 1] != 0x7C] + 1
+            hits = [bars, short, np.searchsorted(ends, _marked(chunk, text))]
+            lines = np.unique(np.concatenate(hits if not wrapped else [*hits, [0]]))
+            wrapped = bool(len(lines)) and int(lines[-1]) == len(ends)
+            lines = lines[:-1] if wrapped else lines
+            stops = ends[lines]
+            starts = np.where(lines > 0, ends[lines - 1] + 1, 0)
+            first = self.lines + 1
+            self.lines += len(ends)
+            for i, start, stop in zip(lines.tolist(), starts.tolist(), stops.tolist(), strict=True):
+                yield first + i, chunk[start:stop]
 
 
-def chunks(stream: BinaryIO, damage: list[str]) -> Iterator[bytes]:
-    """Yield whole lines in chunks; damage in a compressed stream ends it and is noted in ``damage``."""
-    rest, skipping = b"", False
-    while True:
-        try:
-            data = stream.read(CHUNK)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
-            damage.append(str(error))
-            data = b""
-        except Exception as error:  # zstandard has an error class of its own
-            if type(error).__name__ != "ZstdError":
-                raise
-            damage.append(str(error))
-            data = b""
-        if not data:
-            if rest and not skipping:
-                yield rest
-            return
-        cut = data.rfind(b"\n") + 1
-        if not cut:
-            # A line without end must not grow in memory: its beginning is kept, the rest dropped.
-            if len(rest) < LINE_MAX:
-                rest += data[: LINE_MAX - len(rest)]
-            continue
-        if len(rest) >= LINE_MAX:
-            first = data.find(b"\n")
-            yield rest + data[first:cut]
-        else:
-            yield rest + data[:cut]
-        rest = data[cut:]
+def _letters(mark: bytes, at: int) -> int:
+    return mark[at] | mark[at + 1] << 8 | mark[at + 2] << 16
 
 
-def candidates(stream: BinaryIO, damage: list[str], marks: tuple[bytes, ...] = MARKS) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line) of the lines that hold a mark, and of a line after one that stops short.
+_PAIRS = np.zeros(1 << 16, bool)
+_PAIRS[[_letters(m, at) & 0xFFFF for m, at in MARKS.items()]] = True
+_TRIPLES = {_letters(m, at): (m, at) for m, at in MARKS.items()}
+_CODES = np.array(sorted(_TRIPLES), np.uint32)
+#: marks that are their own three letters, so nothing is left to compare
+_WHOLE = np.array([_letters(m, 0) for m in (b"+--", b"cfg", b"KV ", b"ZMQ")], np.uint32)
+_UCX = _letters(b"UCX", 0)
 
-    Lines that hold a ``|`` and do not end with one may have been wrapped: the next line is handed on too.
+
+def _marked(chunk: bytes, text: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Return where marks stand: pairs of letters by a table, then three letters, then the whole mark.
+
+    Searching for each mark by itself would take half a second a gigabyte and mark.  Debug, trace, request
+    and data lines of UCX's own log are left out.
     """
-    number, first = 1, True
-    for chunk in chunks(stream, damage):
-        if first:
-            marks, first = marks + tuple(m for m in COUNTER_MARKS if m in chunk), False
-        lines_in = chunk.count(b"\n")
-        active = [m for m in marks if m in chunk]
-        active += [f for m in active for f in FOLLOWERS.get(m, ())]
-        if chunk.count(b"|") > lines_in:  # mostly tables: splitting is quicker than searching
-            others, carry = [m for m in active if m not in (b"|", b"+--")], False
-            for i, line in enumerate(chunk.split(b"\n"), number):
-                if b"|" in line:
-                    carry = not line.endswith(b"|")
-                    yield i, line
-                elif carry or b"+--" in line or any(m in line for m in others):
-                    carry = False
-                    yield i, line
-        elif active:
-            starts = set()
-            for mark in active:
-                at, bar = chunk.find(mark), mark == b"|"
-                while at >= 0:
-                    starts.add(chunk.rfind(b"\n", 0, at) + 1)
-                    end = chunk.find(b"\n", at)
-                    if end < 0:
-                        break
-                    if bar and chunk[end - 1] != 0x7C:
-                        starts.add(end + 1)
-                    at = chunk.find(mark, end)
-            here, at = number, 0
-            for start in sorted(starts):
-                here += chunk.count(b"\n", at, start)
-                at = start
-                end = chunk.find(b"\n", start)
-                yield here, chunk[start : end if end >= 0 else len(chunk)]
-        number += lines_in
+    size = len(text)
+    even = np.flatnonzero(_PAIRS[text[: size & ~1].view("<u2")]) * 2
+    odd = np.flatnonzero(_PAIRS[text[1 : 1 + ((size - 1) & ~1)].view("<u2")]) * 2 + 1
+    at = np.concatenate([even, odd])
+    at = at[at < size - 6]
+    code = text[at] | text[at + 1].astype(np.uint32) << 8 | text[at + 2].astype(np.uint32) << 16
+    known = _CODES[np.minimum(np.searchsorted(_CODES, code), len(_CODES) - 1)] == code
+    at, code = at[known], code[known]
+    ucx = at[code == _UCX]
+    level, second = text[ucx + 5], text[np.minimum(ucx + 6, size - 1)]
+    spaced = (text[ucx + 3] == 0x20) & (text[ucx + 4] == 0x20)
+    chatter = (level == 0x54) | (level == 0x52) | ((level == 0x44) & (second != 0x49))  # T, R, D but not DI
+    whole = np.isin(code, _WHOLE)
+    rest = ~whole & (code != _UCX)
+    compared = [
+        p
+        for p, (mark, offset) in zip(at[rest].tolist(), (_TRIPLES[c] for c in code[rest].tolist()), strict=True)
+        if chunk.startswith(mark, p - offset)
+    ]
+    return np.concatenate([ucx[~(spaced & chatter)], at[whole], np.array(compared, np.int64)])
 
 
 def clean(line: bytes) -> str:
@@ -164,8 +192,9 @@ def clean(line: bytes) -> str:
 # -------------------------------------------------------------------------------------------- symptoms
 
 GET_EVIDENCE = (
-    "run the side that reads (decode) with UCX_PROTO_INFO=used and let it close its NIXL agents cleanly: the tables "
-    "are printed when the UCX worker is destroyed, so SIGKILL or os._exit loses them (UCX_PROTO_INFO=y prints at once)"
+    "run the side that reads (decode) with UCX_PROTO_INFO=used and let it shut down cleanly: these tables are printed when "
+    "the UCX worker is destroyed, so SIGKILL or os._exit loses them. UCX_PROTO_INFO=y prints at the first use, and is what "
+    "UCX before 1.21 (NIXL before 1.1) needs: there 'used' prints nothing"
 )
 
 #: symptom: (code, words that must be there, pattern or None, what to do).  The first that fits counts.
@@ -308,7 +337,7 @@ ADVICE = {
 }
 
 
-def names(sources: Source | Iterable[Source]) -> list[Source]:
+def as_list(sources: Source | Iterable[Source]) -> list[Source]:
     """Return ``sources`` as a list, one alone too."""
     if isinstance(sources, str | Path) or hasattr(sources, "read"):
         return [cast(Source, sources)]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.capture import logs
@@ -57,6 +56,8 @@ class Row:
     estimate: bool
     selections: int | None
     truncated: bool
+    #: the cells as text: tells rows apart quicker than all fields
+    text: str
 
     @property
     def emulated(self) -> bool:
@@ -108,7 +109,7 @@ class Table:
 
     def document(self) -> dict[str, Any]:
         """Return the table as the JSON document has it."""
-        host, pid, thread = self.key[1:4]
+        host, pid, thread = self.key[:3]
         return {
             "host": host,
             "pid": pid,
@@ -190,7 +191,7 @@ _ENV = re.compile(r"\b((?:UCX|NIXL|VLLM_NIXL|VLLM_KV)_[A-Z0-9_]+)=('[^']*'|\"[^\
 _ARROW = re.compile(r"\s(?:->|=>|→)\s|[│┃]")
 
 # kinds of line
-BORDER, HEADER, TITLE, COLUMNS, ROW, ONE_LINE, LANES, OTHER_TITLE, OTHER_ROW, NOTHING = range(10)
+BORDER, HEADER, TITLE, COLUMNS, ROW, ONE_LINE, LANES, OTHER_TITLE, OTHER_ROW, NOTHING, SKIP = range(11)
 
 
 def parse_lanes(config: str, cut: bool = False) -> tuple[Lane, ...]:
@@ -255,16 +256,8 @@ def _row(cells: list[str], terminated: bool) -> Row | None:
             continue
         low = int(found[2]) * _UNIT[found[3]]
         high = None if found[4] else int(found[5]) * _UNIT[found[6]] if found[5] else low
-        return Row(
-            low,
-            high,
-            description,
-            config,
-            lanes,
-            description.startswith("(?)"),
-            _int(count),
-            cut or not config,
-        )
+        estimate, whole = description.startswith("(?)"), "|".join((count or "", *cells[i:]))
+        return Row(low, high, description, config, lanes, estimate, _int(count), cut or not config, whole)
     return None
 
 
@@ -291,9 +284,14 @@ class Item:
 
     kind: int
     key: tuple[Any, ...]
+    text: str
     data: Any = None
     #: the line stops before its closing bar, so the next line may carry on
     open: bool = False
+    #: whether the thread is known by UCX's own bracket
+    bracket: bool = False
+    #: what the thread has open; kept here because the same line comes again and again
+    state: _Thread | None = None
 
 
 def parse(text: str) -> Item:
@@ -310,36 +308,37 @@ def parse(text: str) -> Item:
         key = (host and host[1], _int(pid[1]) if pid else None, None, prefix)
         body = text
     body = _ARROW.sub(" | ", body)
-    operation, cfg = _OPERATION.search(body), _CFG.search(body)
+    found, cfg = _OPERATION.search(body), _CFG.search(body)
+    config = (cfg[1], cfg[2], _int(cfg[3] or cfg[4])) if cfg else None
+    operation = None
+    if found:
+        attributes = tuple(a.strip() for a in (found[2] or "").split(",") if a.strip())
+        operation = (found[1], attributes, _memory(found[3]), _memory(found[4]))
+
+    def item(kind: int, data: Any = None, unfinished: bool = False) -> Item:
+        return Item(kind, key, text, data, unfinished, bracket is not None)
+
+    if cfg and not found and (groups := _LANE_GROUP.findall(body, cfg.end())):
+        return item(LANES, (config, _lane_groups(groups, body[cfg.end() :])))
     if "|" not in body:
-        if "+--" in body:
-            return Item(BORDER, key)
-        if cfg and (groups := _LANE_GROUP.findall(body, cfg.end())):
-            return Item(LANES, key, (cfg, _lane_groups(groups, body[cfg.end() :])))
-        if operation:
-            return Item(HEADER, key, (cfg, operation))
-        return Item(NOTHING, key)
-    cells = [c.strip() for c in body[operation.end() if operation else 0 :].split("|")]
+        return item(HEADER, (config, operation)) if found else item(BORDER if "+--" in body else NOTHING)
+    cells = [c.strip() for c in body[found.end() if found else 0 :].split("|")]
     terminated = body.rstrip().endswith("|")
-    table_like = body.lstrip().startswith("|") and not terminated
-    if operation:
-        row = _row(cells, terminated)
-        if row:
-            return Item(ONE_LINE, key, (cfg, operation, row), table_like)
-        return Item(HEADER, key, (cfg, operation), table_like)
+    short = body.lstrip().startswith("|") and not terminated
+    row = None if cfg and not found else _row(cells, terminated)
+    if found:
+        return item(ONE_LINE, (config, operation, row), short) if row else item(HEADER, (config, operation), short)
     if "Range" in cells and "Description" in cells:
-        return Item(COLUMNS, key)
+        return item(COLUMNS)
     if endpoint := _ENDPOINT.search(body):
-        return Item(OTHER_TITLE, key, endpoint)
+        return item(OTHER_TITLE, endpoint)
     if "Available Transports" in body:
-        return Item(OTHER_TITLE, key)
+        return item(OTHER_TITLE)
     if cfg:
-        if groups := _LANE_GROUP.findall(body, cfg.end()):
-            return Item(LANES, key, (cfg, _lane_groups(groups, body[cfg.end() :])))
-        return Item(TITLE, key, cfg, table_like)
-    if row := _row(cells, terminated):
-        return Item(ROW, key, row, table_like)
-    return Item(OTHER_ROW, key, cells[1:-1] if terminated else cells[1:], table_like)
+        return item(TITLE, config, short)
+    if row:
+        return item(ROW, row, short)
+    return item(OTHER_ROW, cells[1:-1] if terminated else cells[1:], short)
 
 
 def _lane_groups(groups: list[tuple[str, str]], rest: str) -> dict[str, list[str]]:
@@ -361,8 +360,7 @@ class _Thread:
     """What a thread has open: a table, a title that waits for its operation, or a table of another kind."""
 
     table: Table | None = None
-    title: re.Match[str] | None = None
-    title_line: int = 0
+    title: tuple[Any, ...] | None = None
     other: Any = None
 
 
@@ -408,7 +406,7 @@ class Evidence:
             self.problem("header-without-rows", table.line, f"{table.operation} ({table.local} <- {table.remote})")
         signature = (
             table.file, table.key, table.context, table.locality, table.config, table.operation,
-            table.attributes, table.local, table.remote, tuple(r for r, _ in table.rows),
+            table.attributes, table.local, table.remote, *(r.text for r, _ in table.rows),
         )  # fmt: skip
         known = self.tables.get(signature)
         self.count("protocols")
@@ -449,77 +447,101 @@ class _Reader:
     def __init__(self, evidence: Evidence, file: str) -> None:
         self.evidence, self.file = evidence, file
         self.threads: dict[tuple[Any, ...], _Thread] = {}
-        self.cache: dict[bytes, tuple[Item, str] | None] = {}
-        self.hanging: tuple[int, bytes, Item, str] | None = None
+        self.cache: dict[bytes, Item] = {}
+        self.hanging: tuple[int, bytes, Item] | None = None
         self.event = ""
         self.pending: dict[str, int] = {}
         self.counter_lines: list[str] = []
 
+    def take(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        """Take the candidate lines of the file (the hot loop: about a microsecond a line)."""
+        known = self.cache.get
+        for number, raw in lines:
+            # The same line comes again with another time stamp: what it says is looked up after the stamp.
+            at = raw.find(b"] [")
+            item = known(raw[at + 2 :] if at >= 0 else raw[raw.find(b"]") + 1 :] if raw[:1] == b"[" else raw)
+            if item is None or self.hanging:
+                self.line(number, raw)
+                continue
+            kind = item.kind
+            if kind == SKIP:
+                continue
+            if kind in (ROW, BORDER):
+                state = item.state
+                if state is not None and state.other is None:
+                    table = state.table
+                    rows = table.rows if table else None
+                    if kind == BORDER:
+                        if rows:
+                            self.close(state)
+                        continue
+                    row = item.data
+                    if rows is not None and not item.open and not row.truncated:
+                        last = rows[-1][0].max_bytes if rows else -1
+                        if last is not None and row.min_bytes > last:
+                            rows.append((row, number))
+                            continue
+            if item.open:
+                self.hanging = (number, raw, item)
+            else:
+                self.feed(number, item)
+
     def line(self, number: int, raw: bytes) -> None:
-        """Take one line."""
+        """Take one line that was not seen before, or that follows one that stopped short."""
         if b"\r" in raw:
-            raw = raw.rstrip(b"\r")
-            if b"\r" in raw:
-                for piece in raw.split(b"\r"):
+            for piece in raw.split(b"\r"):  # a progress bar wrote over itself
+                self.line(number, piece)
+            return
+        if self.hanging and self.joined(number, raw):
+            return
+        at = raw.find(b"] [")
+        content = raw[at + 2 :] if at >= 0 else raw[raw.find(b"]") + 1 :] if raw[:1] == b"[" else raw
+        item = self.cache.get(content)
+        if item is None:
+            if at >= 0 and len(pieces := _SPLICE.split(raw)) > 1 + (not _SPLICE.match(raw)):
+                for piece in filter(None, pieces):  # another thread's line broke into this one
                     self.line(number, piece)
                 return
-        if self.hanging:
-            start, head, item, text = self.hanging
-            self.hanging = None
-            if number == start + 1 and len(head) < logs.LINE_MAX and _carries_on(raw):
-                joined = head.rstrip(b"\n") + raw
-                again = parse(logs.clean(joined))
-                if again.kind != OTHER_ROW and (not again.open or again.kind == item.kind):
-                    if again.open:
-                        self.hanging = (number, joined, again, logs.clean(joined))
-                    else:
-                        self.feed(start, again, logs.clean(joined))
-                    return
-            self.feed(start, item, text)
-        chatter = b"UCX  DEBUG" in raw or b"UCX  TRACE" in raw or b"UCX  REQ" in raw or b"UCX  DATA" in raw
-        if chatter and b"zcopy disabled" not in raw and b"|" not in raw and b"+--" not in raw:
-            return
-        # The same line comes again with another time stamp: what it says is looked up after the stamp.
-        at = raw.find(b"] [")
-        if at >= 0:
-            second = raw.find(b"] [", at + 3)
-            if second >= 0 and len(pieces := _SPLICE.split(raw)) > 1 + (not _SPLICE.match(raw)):
-                for piece in pieces:
-                    if piece:
-                        self.line(number, piece)
-                return
-            content = raw[at + 2 :]
-        else:
-            content = raw[raw.find(b"]") + 1 :] if raw[:1] == b"[" else raw
-        if content in self.cache:
-            known = self.cache[content]
-            if known is None:
-                return
-            item, text = known
-        else:
-            text = logs.clean(raw)
-            item = parse(text)
-            if len(self.cache) > 20_000:
-                self.cache.clear()
-            self.cache[content] = (item, text) if _interesting(item, text) else None
-            if self.cache[content] is None:
-                return
-        if item.open:
-            self.hanging = (number, raw, item, text)
-        else:
-            self.feed(number, item, text)
+            item = parse(logs.clean(raw))
+            if not _interesting(item):
+                item.kind, item.text = SKIP, ""
+            if item.bracket or content is raw or (at < 0 and _STAMP.match(raw)):
+                if len(self.cache) > 20_000:
+                    self.cache.clear()
+                self.cache[content] = item
+        if item.kind != SKIP:
+            if item.open:
+                self.hanging = (number, raw, item)
+            else:
+                self.feed(number, item)
 
-    def feed(self, number: int, item: Item, text: str) -> None:
+    def joined(self, number: int, raw: bytes) -> bool:
+        """Settle the line that stopped short: joined with ``raw`` (True), or taken as it is."""
+        assert self.hanging
+        start, head, item = self.hanging
+        self.hanging = None
+        if number == start + 1 and len(head) < logs.LINE_MAX and _carries_on(raw):
+            again = parse(logs.clean(head + raw))
+            if again.kind != OTHER_ROW and (not again.open or again.kind == item.kind):
+                if again.open:
+                    self.hanging = (number, head + raw, again)
+                else:
+                    self.feed(start, again)
+                return True
+        self.feed(start, item)
+        return False
+
+    def feed(self, number: int, item: Item) -> None:
         """Take one parsed line into its thread's state."""
-        kind = item.kind
+        kind, text = item.kind, item.text
         if kind == NOTHING:
             self.other(number, text)
             return
-        state = self.threads.get(item.key)
+        state = item.state
         if state is None:
             if len(self.threads) > 10_000:  # a hostile log must not grow the memory
                 self.finish_threads()
-            state = self.threads[item.key] = _Thread()
+            state = item.state = self.threads.setdefault(item.key, _Thread())
         table = state.table
         if kind == BORDER:
             if table and table.rows:
@@ -537,26 +559,16 @@ class _Reader:
                 self.append(table, row, number, text)
         elif kind in (HEADER, ONE_LINE):
             self.close(state)
-            cfg, operation = item.data[0] or state.title, item.data[1]
+            config, operation = item.data[0] or state.title or (None, None, None), item.data[1]
             state.title, state.other = None, None
-            attributes = tuple(a.strip() for a in (operation[2] or "").split(",") if a.strip())
-            state.table = Table(
-                self.file,
-                (self.file, *item.key),
-                *_config(cfg),
-                operation[1],
-                attributes,
-                _memory(operation[3]),
-                _memory(operation[4]),
-                number,
-            )
+            state.table = Table(self.file, item.key, *config, *operation, number)  # type: ignore[call-arg]
             if kind == ONE_LINE:
                 self.append(state.table, item.data[2], number, text)
         elif kind == TITLE:
             self.close(state)
             state.title, state.other = item.data, None
         elif kind == LANES:
-            self.keep_lanes(number, item.key, *_config(item.data[0]), item.data[1])
+            self.keep_lanes(number, item.key, *item.data[0], item.data[1])  # type: ignore[call-arg]
         elif kind == OTHER_TITLE:
             self.close(state)
             found = item.data
@@ -589,9 +601,9 @@ class _Reader:
     def finish(self) -> None:
         """Take what is still open at the end of the file."""
         if self.hanging:
-            start, _, item, text = self.hanging
+            start, _, item = self.hanging
             self.hanging = None
-            self.feed(start, item, text)
+            self.feed(start, item)
         self.finish_threads()
         self.flush_telemetry()
 
@@ -684,6 +696,7 @@ class _Reader:
 
 
 _SPLICE = re.compile(rb"(?<=\S)\s*(?=\[\d{9,10}\.\d{6}\] \[[^\]]+:\d+\s*:\w+\])")
+_STAMP = re.compile(rb"\[\d+\.\d+\]")
 _EVENT = re.compile(r"\b(Event|Value): (\w+)\s*$")
 _BUFFER = re.compile(r"\bkv_buffer_device: (\w+)")
 _TELEMETRY = {
@@ -694,8 +707,9 @@ _TELEMETRY = {
 }
 
 
-def _interesting(item: Item, text: str) -> bool:
+def _interesting(item: Item) -> bool:
     """Tell whether a line must be looked at each time that it comes; the answer is kept."""
+    text = item.text
     if item.kind not in (NOTHING, OTHER_ROW):
         return True
     if item.kind == OTHER_ROW and (item.open or text.count("|") > 2):
@@ -717,12 +731,6 @@ def _carries_on(raw: bytes) -> bool:
     return text.endswith(b"|") or b"% on " in text or b"/path" in text
 
 
-def _config(found: re.Match[str] | None) -> tuple[str | None, str | None, int | None]:
-    if not found:
-        return None, None, None
-    return found[1], found[2], _int(found[3] or found[4])
-
-
 def read(
     sources: logs.Source | Iterable[logs.Source],
     descriptor_bytes: int | None = None,
@@ -742,20 +750,18 @@ def read(
         local and _MEMORY_KINDS.get(local, local),
         remote and _MEMORY_KINDS.get(remote, remote),
     )
-    for source in logs.names(sources):
-        name = logs.name_of(source)
-        stream, damage = logs.open_stream(source), []  # type: tuple[Any, list[str]]
-        evidence.files.append(name)
-        reader, number = _Reader(evidence, name), 0
+    for source in logs.as_list(sources):
+        log = logs.Input(source)
+        evidence.files.append(log.name)
+        reader = _Reader(evidence, log.name)
         try:
-            for number, raw in logs.candidates(stream, damage):
-                reader.line(number, raw)
-            reader.finish()
+            reader.take(log.candidates())
         finally:
-            if isinstance(source, str | Path) and name != "standard input":
-                stream.close()
-        for text in damage:
-            evidence.problem("input-damaged", number, f"{name}: {text}")
+            log.close()
+        reader.finish()
+        evidence.lines_read += log.lines
+        if log.damage:
+            evidence.problem("input-damaged", log.lines, f"{log.name}: {log.damage}")
     return evidence
 
 
@@ -1068,8 +1074,8 @@ def transport_rows(evidence: Evidence, arm: str, process: str) -> pd.DataFrame:
         {
             "arm": arm,
             "process": process,
-            "host": table.key[1],
-            "pid": table.key[2],
+            "host": table.key[0],
+            "pid": table.key[1],
             "operation": table.operation + (f"({','.join(table.attributes)})" if table.attributes else ""),
             "local": table.local,
             "remote": table.remote,
