@@ -210,7 +210,7 @@ def test_follower_reads_all_and_names_what_it_could_not(tmp_path: Path) -> None:
     old.pull(1, 10, 100)
     began = time.time()
     with nixl.Follower(tmp_path, began_s=began, poll_s=0.005) as follower:
-        new = Writer(tmp_path / "engine", capacity=64)
+        new = Writer(tmp_path / "engine", capacity=256)
         for number in range(40):
             new.pull(1, 1000 + number, 100)
             time.sleep(0.002)
