@@ -277,6 +277,10 @@ _RULES: list[tuple[str, str, str | None, str]] = [
     ("peer-unreachable", "Destination is unreachable", None,
      "UCX found no common transport to the peer: compare UCX_TLS and UCX_NET_DEVICES of both sides"),
     ("engine-failed", "EngineCore failed to start", None, "a consequence: the first warning or error before this line is the cause"),
+    ("failed-transfers", "nixl_num_failed_transfers", r"^\s*vllm:nixl_num_failed_transfers(?:_total)?(?:\{.*\})?\s+0*[1-9]",
+     "pulls failed on this engine: its log has the reasons. The counter is cumulative: take the difference of two scrapes"),
+    ("kv-blocks-expired", "nixl_num_kv_expired_reqs", r"^\s*vllm:nixl_num_kv_expired_reqs(?:_total)?(?:\{.*\})?\s+0*[1-9]",
+     "prefill freed blocks before decode had read them (counted on the prefill side): check the transport's speed first"),
     ("nixl-error", "NIXL_ERR_", None, "an error of NIXL: look for the first UCX or NIXL warning before it"),
 ]  # fmt: skip
 _COMPILED = [(code, words, re.compile(p) if p else None, advice) for code, words, p, advice in _RULES]
@@ -329,6 +333,9 @@ ADVICE = {
     "not-pull-evidence": "put and active-message tables, lane lists and an echoed UCX_TLS do not show the pull. "
     + GET_EVIDENCE,
     "no-evidence": GET_EVIDENCE,
+    "lanes-differ": "endpoints of the same locality got different transports: compare the GPU pairs, their NUMA nodes and "
+    "topology, and the NIXL versions (0.10.0 lost cuda_ipc across NUMA nodes). A transport in no lane list cannot have been "
+    "used; one that is listed need not have been",
     "failed-interval": "something happened in this interval and no transfer succeeded: look at "
     "vllm:nixl_num_failed_transfers on /metrics; the line weighs nothing in a mean",
     "input-damaged": "the compressed file is cut or damaged; only what stands before the damage was read",

@@ -344,12 +344,11 @@ def parse(text: str) -> Item:
 def _lane_groups(groups: list[tuple[str, str]], rest: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, text in groups:
-        found.setdefault(name, []).extend(t for t in text.split() if "/" in t and "..." not in t)
+        found.setdefault(name, []).extend(t for t in text.split() if "/" in t)
     inside = {t for lanes in found.values() for t in lanes}
-    outside = [t for t in re.findall(_RESOURCE, re.sub(r"\([^()]*\)", " ", rest)) if t not in inside]
-    if outside:
-        found["other"] = outside
-    return found
+    loose = re.findall(rf"(?<!no )\b({_RESOURCE})", re.sub(r"\([^()]*\)", " ", rest))
+    outside = [t for t in loose if t not in inside and f"no {t}" not in rest]
+    return found | ({"other": outside} if outside else {})
 
 
 # ---------------------------------------------------------------------------------------------- one log
@@ -382,7 +381,10 @@ class Evidence:
         self.telemetry_pulls: list[dict[str, int]] = []
         self.files: list[str] = []
         self.lines_read = 0
+        #: smallest and largest mean descriptor size of vLLM's lines, in bytes
         self.kv_sizes: list[float] = []
+        #: sums over all successful transfers: count, ms, post ms, MiB, descriptors
+        self.kv_sums = [0.0] * 5
         self.buffer_device: str | None = None
         self.deciding: list[tuple[Table, Row, int]] = []
         self._pull: Pull | None = None
@@ -394,7 +396,7 @@ class Evidence:
         self.totals[kind] = self.totals.get(kind, 0) + by
         return self.totals[kind]
 
-    def problem(self, code: str, line: int, text: str, advice: str | None = None, **more: Any) -> None:
+    def problem(self, code: str, line: int | None, text: str, advice: str | None = None, **more: Any) -> None:
         """Keep a problem, the first 1,000 of each code."""
         if self.count(f"problem {code}") <= KEEP:
             entry = {"code": code, "line": line, "text": text.strip()[:500]}
@@ -422,6 +424,7 @@ class Evidence:
         """What carried the pull."""
         if self._pull is None:
             self._pull = decide(self)
+            _remark(self)
         return self._pull
 
     def document(self) -> dict[str, Any]:
@@ -431,7 +434,7 @@ class Evidence:
             "protocols": [t.document() for t in self.tables.values()],
             "lanes": self.lanes,
             "kv_metrics": self.kv_metrics,
-            "problems": sorted(self.problems, key=lambda p: p["line"]),
+            "problems": sorted(self.problems, key=lambda p: p["line"] or 0),
             "pull": vars(pull),
             "available": self.available,
             "environment": self.environment,
@@ -653,6 +656,11 @@ class _Reader:
             if metrics["num_successful_transfers"] != 0 and size and descriptors:
                 each = size * 2**20 / descriptors
                 evidence.kv_sizes = [min([*evidence.kv_sizes, each]), max([*evidence.kv_sizes, each])]
+            weight = metrics["num_successful_transfers"] or 0
+            fields = ("avg_xfer_time_ms", "avg_post_time_ms", "avg_mb_per_transfer", "avg_number_of_descriptors")
+            values = [1, *(metrics[f] for f in fields)]
+            if weight and None not in values:
+                evidence.kv_sums = [a + weight * b for a, b in zip(evidence.kv_sums, values, strict=True)]
             if metrics["failed_interval"]:
                 evidence.problem("failed-interval", number, text)
             if evidence.count("kv_metrics") <= KEEP:
@@ -667,7 +675,7 @@ class _Reader:
             return
         if found := _BUFFER.search(text):
             evidence.buffer_device = found[1]
-        for name, value in _ENV.findall(text):
+        for name, value in [] if "(set UCX_WARN" in text else _ENV.findall(text):
             values = evidence.environment.setdefault(name, []) if len(evidence.environment) < KEEP else []
             value = value.strip("'\"")
             seen = "env variables:" in text
@@ -696,6 +704,7 @@ class _Reader:
 
 
 _SPLICE = re.compile(rb"(?<=\S)\s*(?=\[\d{9,10}\.\d{6}\] \[[^\]]+:\d+\s*:\w+\])")
+_QUOTED = re.compile(r"'([\w-]+)'")
 _STAMP = re.compile(rb"\[\d+\.\d+\]")
 _EVENT = re.compile(r"\b(Event|Value): (\w+)\s*$")
 _BUFFER = re.compile(r"\bkv_buffer_device: (\w+)")
@@ -785,7 +794,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("nvlink", "cuda-ipc", "cuda ipc"), ("cuda_ipc",)),
     **dict.fromkeys(("xgmi", "rocm-ipc"), ("rocm_ipc",)),
 }
-_KNOWN = {
+#: names as UCX prints them
+KNOWN_TRANSPORTS = {
     *_RDMA,
     *_SHARED,
     "tcp",
@@ -802,7 +812,7 @@ _KNOWN = {
 
 def known_transport(name: str) -> bool:
     """Tell whether ``name`` is a transport or an alias that :func:`agrees` knows."""
-    return name.strip().lower() in ALIASES or name.strip().lower() in _KNOWN
+    return name.strip().lower() in ALIASES or name.strip().lower() in KNOWN_TRANSPORTS
 
 
 def agrees(transport: str | None, expected: str) -> bool:
@@ -814,6 +824,25 @@ def agrees(transport: str | None, expected: str) -> bool:
         return False
     wanted = {n for e in expected.lower().split(",") for n in ALIASES.get(e.strip(), (e.strip(),))}
     return all(t in wanted for t in transport.split("+"))
+
+
+def _remark(evidence: Evidence) -> None:
+    """Note what is worth knowing although it does not decide: staged GPU messages, lanes that differ."""
+    for table in evidence.tables.values():
+        if not table.is_read and _kind(table.local) not in ("host", "") and table.rows:
+            row, line = table.rows[-1]
+            if row.staged and evidence.count("staged other") <= 5:
+                evidence.problem("staged-through-host", line, f"{table.operation}: {row.description} | {row.config}")
+    seen: dict[tuple[Any, ...], tuple[set[str], int]] = {}
+    for entry in evidence.lanes:
+        place = (entry["context"], entry["locality"], entry["config"])
+        names = {x.split("/")[0] for lanes in entry["lanes"].values() for x in lanes}
+        before, line = seen.setdefault(place, (names, entry["line"]))
+        if before - names or names - before:
+            lost = ", ".join(sorted(before ^ names))
+            evidence.problem(
+                "lanes-differ", entry["line"], f"{lost}: not in both this lane list and that of line {line}"
+            )
 
 
 def _kind(memory: str | None) -> str:
@@ -911,10 +940,10 @@ def _by_rows(evidence: Evidence, tables: list[Table], notes: list[str]) -> Pull:
     if not chosen:
         evidence.problem("no-row-for-size", tables[0].line, f"{_bytes(sizes[0])} is in no row")
         return _open(evidence, f"no row of the read table covers {_bytes(sizes[0])}", tables[0].line)
-    if (
-        assumed
-        and len({(r.transports, r.emulated) for t in tables for r, _ in t.rows if (r.max_bytes or 1 << 60) >= 4096}) > 1
-    ):
+    ways_of = [
+        {(r.transports, r.emulated) for r, _ in t.rows if (r.max_bytes or ASSUMED_BYTES) >= 4096} for t in tables
+    ]
+    if assumed and any(len(ways) > 1 for ways in ways_of):
         evidence.problem("descriptor-size-assumed", tables[0].line, notes[-1])
     evidence.deciding = chosen
     rows_ = [r for _, r, _ in chosen]
@@ -925,6 +954,8 @@ def _by_rows(evidence: Evidence, tables: list[Table], notes: list[str]) -> Pull:
         return _open(evidence, "the row that covers the descriptors is cut before its transport", lines[0])
     if len(ways) > 1:
         evidence.deciding = []
+        for _, row, line in [c for c in chosen if c[1].emulated][:1]:
+            evidence.problem("software-emulation", line, f"{row.description} | {row.config}")
         said = "; ".join(
             f"{w or 'cut'}{' by software emulation' if e else ''} ({_where(chosen, w, e)})" for w, e in sorted(ways)
         )
@@ -937,6 +968,15 @@ def _by_rows(evidence: Evidence, tables: list[Table], notes: list[str]) -> Pull:
         evidence.problem("conflicting-reads", lines[0], said)
         return Pull(verdict=f"not determined: the read tables are mixed: {said}", lines=lines[:100])
     return _agreed(evidence, chosen, notes, lines)
+
+
+#: symptom -> how it explains an emulated read
+_CAUSES = {
+    "expandable-segments": "expandable_segments explains it",
+    "cuda-ipc-get-disabled": "cuda_ipc reads are off",
+    "transport-not-available": "a transport of UCX_TLS is not available",
+    "net-device-not-available": "a device of UCX_NET_DEVICES is not available",
+}
 
 
 def _where(chosen: list[tuple[Table, Row, int]], way: str, emulated: bool) -> str:
@@ -979,6 +1019,8 @@ def _agreed(evidence: Evidence, chosen: list[tuple[Table, Row, int]], notes: lis
         words.append(f"lane list cut, {max(0, 100 - shown)} percent of the share not shown")
     if any(t.locality == "intra-node" for t, _, _ in chosen) and agrees(pull.transport, "rdma,tcp"):
         words.append("though the peer is on the same node")
+    causes = [p for p in evidence.problems if p["code"] in _CAUSES and pull.emulated]
+    notes = notes + [f"{_CAUSES[p['code']]} (line {p['line']})" for p in causes[:2]]
     pull.verdict = ", ".join(w for w in words if w) + (f" ({'; '.join(notes)})" if notes else "")
     return pull
 
@@ -1007,7 +1049,7 @@ def _open(evidence: Evidence, why: str = "", line: int | None = None) -> Pull:
     shown = bool(others or evidence.lanes or evidence.environment.get("UCX_TLS"))
     code = "not-pull-evidence" if shown else "no-evidence"
     if not any(p["code"] in ("self-endpoint-only", "no-row-for-size") for p in evidence.problems):
-        evidence.problem(code, line or 0, why)
+        evidence.problem(code, line, why)
     pull.verdict = f"not determined: {why}" + (f"; likely {pull.likely}" if pull.likely else "")
     return pull
 
@@ -1015,52 +1057,55 @@ def _open(evidence: Evidence, why: str = "", line: int | None = None) -> Pull:
 def _likely(evidence: Evidence) -> tuple[str, str, int] | None:
     """Return (transport, reason, line) from lane lists, else from the allowed set; None when open."""
     peers = [x for x in evidence.lanes if x["locality"] != "self"] or evidence.lanes
-    found: dict[str, tuple[str, str, int]] = {}
     off = any(p["code"] == "cuda-ipc-get-disabled" for p in evidence.problems)
+    found: dict[str, tuple[str, str, int]] = {}
     for entry in peers:
-        lanes = entry["lanes"]
-        rma, emulated, am = lanes.get("rma", []), lanes.get("rma_am", []), lanes.get("am", [])
-        wide = rma + lanes.get("rma_bw", [])
-        if wide:
-            transports = {x.split("/")[0] for x in wide} - ({"cuda_ipc"} if off else set())
-            if len(transports) == 1:
-                name = transports.pop()
-                found[name] = (name, f"its remote-access lane is {wide[0]}", entry["line"])
-            elif transports:
-                return None
+        lanes = {name: [(x.split("/")[0], x) for x in value] for name, value in entry["lanes"].items()}
+        rma, emulated = lanes.get("rma", []) + lanes.get("rma_bw", []), lanes.get("rma_am", [])
+        rest = {t for name in ("am", "other", "device") for t, _ in lanes.get(name, [])}
+        ipc_open = "cuda_ipc" in {t for t, _ in rma} | (rest if not emulated else set()) and not off
+        direct = {t for t, _ in rma if t != "cuda_ipc" or not off}
+        # cma and its like show only under am(...), yet read by themselves
+        if (
+            len(direct) > 1
+            or (ipc_open and direct != {"cuda_ipc"})
+            or (emulated and rest & set(_SHARED) - {emulated[0][0]})
+        ):
+            return None
+        if direct:
+            name, reason = direct.pop(), f"its remote-access lane is {rma[0][1]}"
         elif emulated:
-            name = emulated[0].split("/")[0]
-            # cma and its like show only under am(...), yet read by themselves
-            if any(agrees(x.split("/")[0], "sm") for x in am + lanes.get("other", [])) and not agrees(name, "sm"):
-                return None
-            reason = f"rma_am({emulated[0]}): reads by software emulation over active messages"
-            if any(x.startswith("cuda_ipc/") for x in am):
-                reason += "; cuda_ipc is listed for writes and may be off for reads"
-            found[name] = (name, reason, entry["line"])
+            name, reason = emulated[0][0], f"rma_am({emulated[0][1]}): reads by software emulation over active messages"
+            reason += "; cuda_ipc is listed for writes and may be off for reads" if "cuda_ipc" in rest else ""
+        else:
+            continue
+        found.setdefault(name, (name, reason, entry["line"]))
     if found:
         return next(iter(found.values())) if len(found) == 1 else None
     return _allowed(evidence)
 
 
 def _allowed(evidence: Evidence) -> tuple[str, str, int] | None:
+    """Return what UCX_TLS leaves: UCX's own echo of it before a script's."""
     values = evidence.environment.get("UCX_TLS", [])
     values = [v for v in values if v["seen_by_ucx"]] or values
     if len({v["value"] for v in values}) != 1 or values[0]["value"].startswith("^"):
         return None
-    names = {n.split(":")[0] for n in values[0]["value"].split(",")} - {
-        "self",
-        "cuda_copy",
-        "gdr_copy",
-        "rocm_copy",
-        "",
-    }
-    network = {n for n in names if n == "tcp" or n in ALIASES["rdma"] or agrees("rc_mlx5", n) or n in ("all", "srd")}
-    places = {t.locality for t in evidence.tables.values()} | {x["locality"] for x in evidence.lanes}
     value, line = values[0]["value"], values[0]["line"]
-    if "inter-node" in places and network == {"tcp"}:
-        return "tcp", f"between nodes UCX_TLS={value} allows no RDMA transport", line
+    gone = [n for p in evidence.problems if p["code"] == "transport-not-available" for n in _QUOTED.findall(p["text"])]
+    names = {n.split(":")[0] for n in value.split(",") if n} - {"self", *_COPY, *gone}
     if names == {"tcp"}:
-        return "tcp", f"UCX_TLS={value} allows nothing else", line
+        return "tcp", f"UCX_TLS={value} leaves nothing else here", line
+    places = {t.locality for t in evidence.tables.values()} | {x["locality"] for x in evidence.lanes}
+    on_node = {
+        "cuda_ipc",
+        "rocm_ipc",
+        "ze_ipc",
+        *ALIASES["sm"],
+        *(n for n, to in ALIASES.items() if to == ALIASES["sm"]),
+    }
+    if "inter-node" in places and names - on_node - {"mm"} == {"tcp"}:
+        return "tcp", f"between nodes UCX_TLS={value} allows no RDMA transport", line
     return None
 
 
