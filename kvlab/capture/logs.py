@@ -52,12 +52,11 @@ class Input:
 
     def __init__(self, source: Source) -> None:
         self.name, self.lines, self.damage = name_of(source), 0, ""
-        self._own = isinstance(source, str | Path) and str(source) != "-"
+        self._own: BinaryIO | None = None
         try:
-            if isinstance(source, str | Path):
-                raw: Any = open(source, "rb") if self._own else sys.stdin.buffer  # noqa: SIM115
-            else:
-                raw = source
+            raw: Any = sys.stdin.buffer if str(source) == "-" else source
+            if isinstance(raw, str | Path):
+                raw = self._own = open(raw, "rb")  # noqa: SIM115
             stream: Any = raw if hasattr(raw, "peek") else io.BufferedReader(raw)
             head = stream.peek(4)[:4]
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -85,7 +84,7 @@ class Input:
     def close(self) -> None:
         """Close what was opened here."""
         if self._own:
-            self._stream.close()
+            self._own.close()
 
     def chunks(self) -> Iterator[bytes]:
         """Yield whole lines in chunks; damage ends the stream."""
@@ -126,10 +125,11 @@ class Input:
             ends = np.flatnonzero(text == 10)
             bars = np.searchsorted(ends, np.flatnonzero(text == 0x7C))
             short = bars[text[ends[bars] - 1] != 0x7C] + 1
-            hits = [bars, short, np.searchsorted(ends, _marked(chunk, text))]
-            lines = np.unique(np.concatenate(hits if not wrapped else [*hits, [0]]))
-            wrapped = bool(len(lines)) and int(lines[-1]) == len(ends)
-            lines = lines[:-1] if wrapped else lines
+            hit = np.zeros(len(ends) + 1, bool)
+            for lines in (bars, short, np.searchsorted(ends, _marked(chunk, text)), [0] if wrapped else []):
+                hit[lines] = True
+            wrapped = bool(hit[-1])
+            lines = np.flatnonzero(hit[:-1])
             stops = ends[lines]
             starts = np.where(lines > 0, ends[lines - 1] + 1, 0)
             first = self.lines + 1
@@ -158,8 +158,8 @@ def _marked(chunk: bytes, text: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     and data lines of UCX's own log are left out.
     """
     size = len(text)
-    even = np.flatnonzero(_PAIRS[text[: size & ~1].view("<u2")]) * 2
-    odd = np.flatnonzero(_PAIRS[text[1 : 1 + ((size - 1) & ~1)].view("<u2")]) * 2 + 1
+    even = np.flatnonzero(np.take(_PAIRS, text[: size & ~1].view("<u2"))) * 2
+    odd = np.flatnonzero(np.take(_PAIRS, text[1 : 1 + ((size - 1) & ~1)].view("<u2"))) * 2 + 1
     at = np.concatenate([even, odd])
     at = at[at < size - 6]
     code = text[at] | text[at + 1].astype(np.uint32) << 8 | text[at + 2].astype(np.uint32) << 16

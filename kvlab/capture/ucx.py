@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvlab.capture import logs
@@ -95,6 +95,8 @@ class Table:
     local: str | None
     remote: str | None
     line: int
+    #: whether the header ended with its bar: then a row that does not was cut
+    bars: bool = False
     rows: list[tuple[Row, int]] = field(default_factory=list)
     count: int = 1
 
@@ -559,12 +561,15 @@ class _Reader:
                     self.close(state)
                 self.evidence.problem("row-without-header", number, text)
             else:
+                if item.open and table.bars and not row.truncated:
+                    row = replace(row, lanes=parse_lanes(row.config, True), truncated=True)
                 self.append(table, row, number, text)
         elif kind in (HEADER, ONE_LINE):
             self.close(state)
             config, operation = item.data[0] or state.title or (None, None, None), item.data[1]
             state.title, state.other = None, None
             state.table = Table(self.file, item.key, *config, *operation, number)  # type: ignore[call-arg]
+            state.table.bars = text.rstrip().endswith("|")
             if kind == ONE_LINE:
                 self.append(state.table, item.data[2], number, text)
         elif kind == TITLE:
