@@ -54,6 +54,13 @@ EXPERIMENTS: dict[str, Experiment] = {
     e.name: e
     for e in (
         Experiment(
+            "which-transport",
+            "01_which_transport.ipynb",
+            "WhichTransport",
+            "Which transport carried the KV pull, and what in a log decides it?",
+            default="recorded",
+        ),
+        Experiment(
             "post-vs-completion",
             "02_post_vs_completion.ipynb",
             "PostVsCompletion",

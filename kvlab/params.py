@@ -110,6 +110,24 @@ class Experiment(Strict):
         return self
 
 
+class WhichTransport(Experiment):
+    """which-transport: read logs of anyone's engines and say what carried the pull."""
+
+    #: logs to read, each on its own: paths; gzip and zstd too.  With logs nothing is replayed
+    log_path: Annotated[list[Text], BeforeValidator(_listed)] = []
+    #: size of one descriptor; None: from vLLM's metrics lines, or assumed
+    descriptor_bytes: Count | None = None
+    #: the transport that the logs are expected to show; empty expects nothing
+    expect: Text = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _logs_or_replay(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("log_path"):
+            data = {**data, "replay": ""}
+        return data
+
+
 class PullParams(Experiment):
     """What every experiment that pulls between two NIXL agents takes."""
 

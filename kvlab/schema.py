@@ -82,6 +82,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("host", _S, "Host"),
         Column("pid", _I, "Process id"),
         Column("operation", _S, "Operation"),
+        Column("locality", _S, "Where the peer is"),
         Column("local", _S, "Local memory"),
         Column("remote", _S, "Remote memory"),
         Column("min_bytes", _I, "From size", "B"),

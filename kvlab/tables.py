@@ -8,6 +8,13 @@ import great_tables as gt
 import pandas as pd
 
 
+class Table(gt.GT):
+    """A table whose text form is the same on every run (the library's own holds addresses)."""
+
+    def __repr__(self) -> str:
+        return "<table>"
+
+
 def show(
     frame: pd.DataFrame,
     name: str,
@@ -25,7 +32,7 @@ def show(
     :param percent: columns that hold shares of one
     :param note: what a reader must know to read the numbers
     """
-    table = gt.GT(frame[list(labels)], id=name).tab_header(title=title).cols_label(**labels)  # type: ignore[arg-type]
+    table = Table(frame[list(labels)], id=name).tab_header(title=title).cols_label(**labels)  # type: ignore[arg-type]
     for column, digits in (decimals or {}).items():
         table = table.fmt_number(columns=column, decimals=digits)
     if percent:

@@ -292,7 +292,7 @@ _REASON = re.compile(r"([a-z]\w*)(?:/(\S+))? - ([^,]+)")
 
 def symptom(text: str) -> tuple[str, str] | None:
     """Return (code, advice) of the trouble that a line reports, or None."""
-    if _HARMLESS.search(text):
+    if _HARMLESS.search(text) or "UCX  DIAG" in text:  # the peer closing its sockets is a diagnostic, not trouble
         return None
     for code, words, pattern, advice in _COMPILED:
         if words in text and (pattern is None or pattern.search(text)):

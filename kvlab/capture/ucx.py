@@ -430,7 +430,7 @@ class Evidence:
         return self._pull
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document (keys in the README); everything in it is plain data."""
+        """Return the JSON document that ``kvlab explain --json`` prints; everything in it is plain data."""
         pull = self.pull
         return {
             "protocols": [t.document() for t in self.tables.values()],
@@ -1127,6 +1127,7 @@ def transport_rows(evidence: Evidence, arm: str, process: str) -> pd.DataFrame:
             "host": table.key[0],
             "pid": table.key[1],
             "operation": table.operation + (f"({','.join(table.attributes)})" if table.attributes else ""),
+            "locality": table.locality,
             "local": table.local,
             "remote": table.remote,
             "min_bytes": row.min_bytes,

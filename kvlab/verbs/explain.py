@@ -42,16 +42,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Read the logs, print the card or the document, and return the exit code."""
-    for name in (args.expect or "").split(",") if args.expect is not None else []:
-        if not ucx.known_transport(name):
-            known = ", ".join(sorted({*ucx.ALIASES, *ucx.KNOWN_TRANSPORTS}))
-            raise BadInput(f"--expect {name!r}: not a transport; known: {known}")
+    if args.expect is not None:
+        require_known(args.expect, "--expect")
     evidence = ucx.read(args.files or ["-"], descriptor_bytes=args.descriptor_bytes)
     if not evidence.lines_read and any(p["code"] == "input-damaged" for p in evidence.problems):
         raise BadInput(f"{evidence.files[0]}: nothing could be read: {evidence.problems[0]['text']}")
     document = evidence.document()
     print(json.dumps(document, ensure_ascii=False) if args.json else card(evidence, args.expect))
     return exit_code(evidence, args.expect)
+
+
+def require_known(expect: str, where: str) -> None:
+    """Refuse a transport or alias that :func:`kvlab.capture.ucx.agrees` does not know."""
+    for name in expect.split(","):
+        if not ucx.known_transport(name):
+            known = ", ".join(sorted({*ucx.ALIASES, *ucx.KNOWN_TRANSPORTS}))
+            raise BadInput(f"{where} {name!r}: not a transport; known: {known}")
 
 
 def exit_code(evidence: ucx.Evidence, expect: str | None) -> int:
@@ -124,7 +130,8 @@ def _beside(evidence: ucx.Evidence) -> list[str]:
     count, xfer, post, mib, descriptors = evidence.kv_sums
     if count and xfer and descriptors:
         text = f"vLLM's metrics: {count:,.0f} transfers (one a rank, not one a request), {xfer / count:,.1f} ms each, "
-        text += f"{post / xfer:.0%} of it post; {descriptors / count:,.0f} descriptors of {mib / descriptors * 1024:,.0f} KiB. "
+        each = f"{descriptors / count:,.0f} descriptors of {mib / descriptors * 1024:,.0f} KiB"
+        text += f"{post / xfer:.0%} of it post; {each}. "
         out.append(text + "Its 'Throughput' is per transfer, not the rate of a link")
     for pull in evidence.telemetry_pulls[:3]:
         parts = ", ".join(f"{k.removesuffix('_us')} {v / 1e3:g} ms" for k, v in pull.items() if k.endswith("_us"))
