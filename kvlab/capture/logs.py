@@ -31,7 +31,7 @@ LINE_MAX = 1 << 13
 MARKS = {
     b"+--": 0, b"UCX": 0, b"cfg": 0, b"NIXL": 0, b"nixl": 0, b"KV ": 0, b"ZMQ": 0, b"messages transport": 11,
     b"zero-copy": 3, b"get zcopy": 3, b"ALLOC_CONF": 4, b"across cluster": 0, b"kv_buffer_device": 0,
-    b"failed to start": 3, b"Event: ": 3, b"Value: ": 3, b"/sys/class/": 0, b"_bytes": 3, b"PortXmit": 3, b"PortRcv": 3,
+    b"failed to start": 3, b"NixlPush": 4, b"expandable_seg": 1, b"zmq.error": 0, b"/dev/shm": 5, b"Heterogeneous TP": 0, b"Event: ": 3, b"Value: ": 3, b"/sys/class/": 0, b"_bytes": 3, b"PortXmit": 3, b"PortRcv": 3,
 }  # fmt: skip
 ESCAPES = re.compile(r"(?:\x1b|\\x1b|\\033|\\e|\\u001b|␛|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m(?![\w.])|\x00")
 
@@ -135,7 +135,7 @@ class Input:
             first = self.lines + 1
             self.lines += len(ends)
             for i, start, stop in zip(lines.tolist(), starts.tolist(), stops.tolist(), strict=True):
-                yield first + i, chunk[start:stop]
+                yield first + i, chunk[start : min(stop, start + LINE_MAX)]
 
 
 def _letters(mark: bytes, at: int) -> int:
@@ -221,6 +221,20 @@ _RULES: list[tuple[str, str, str | None, str]] = [
     ("emulation-refused", "No zero-copy protocol found", None,
      "UCX_PROTO_EMULATION_ENABLE=n made the silent fallback an error: no transport can read this memory pair. For "
      "GPU memory on one node set UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on, else allow RDMA (UCX_TLS with rc) and GPUDirect"),
+    ("push-connector", "NixlPushConnector", r"connector with name",
+     "this engine pushes: prefill writes KV into decode's memory (ucp_put), so there is no pull here, and the table of remote "
+     "memory writes on the prefill side is what shows its transport"),
+    ("shared-memory-full", "/dev/shm", r"(?i)no space|not enough|more available memory|failed",
+     "/dev/shm is too small for UCX's shared-memory transports: docker run --shm-size, or a larger emptyDir of medium Memory"),
+    ("cuda-ipc-open-failed", "cuIpcOpenMemHandle", None,
+     "this process cannot map the peer's GPU memory: separate pods or containers must see each other's GPUs and share "
+     "the IPC and PID namespaces"),
+    ("memory-not-exportable", "cuIpcGetMemHandle", None,
+     "this memory cannot be exported over CUDA IPC: VMM or pool allocations (expandable_segments, cudaMallocAsync)"),
+    ("memory-not-exportable", "unable to export handle for VMM", None,
+     "this memory cannot be exported over CUDA IPC: VMM or pool allocations (expandable_segments, cudaMallocAsync)"),
+    ("tcp-connect-failed", "connect(fd", r"failed", "the peer's address cannot be reached over this interface: set UCX_NET_DEVICES to one "
+     "that both nodes share (not docker0 or a management network)"),
     ("memory-lock-limit", "ulimit -l", None, "raise the locked-memory limit (ulimit -l unlimited, in containers --ulimit memlock=-1)"),
     ("memory-registration", "ibv_reg_mr", None,
      "the NIC could not register this memory: check nvidia_peermem or dmabuf for GPU memory, and ulimit -l"),
@@ -250,12 +264,23 @@ _RULES: list[tuple[str, str, str | None, str]] = [
     ("side-channel-port-in-use", "Address already in use", None,
      "two engines share a side-channel port: give each its own VLLM_NIXL_SIDE_CHANNEL_PORT, bases apart by at least the "
      "data-parallel size (rank n takes base + n)"),
+    ("side-channel-timeout", "zmq.error.Again", None,
+     "the prefill engine did not answer on the side channel: check VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, a firewall, and "
+     "whether its listener thread died"),
+    ("engine-id-mismatch", "engine ID mismatch", None,
+     "another engine answers on this side-channel port: an old process, or overlapping port ranges"),
+    ("nixl-not-installed", "NIXL is not available", None, "pip install nixl (the wheel that fits the CUDA version)"),
+    ("layout-mismatch", "Heterogeneous TP", None,
+     "prefill and decode of different TP sizes need the same KV layout: set it on both sides as the message says"),
+    ("kv-load-failure", "KV load failure", None, "the KV of these requests did not arrive; see the transfer failures before this line"),
     ("kv-blocks-expired", "Releasing expired KV blocks", None,
      "prefill freed blocks before decode had read them (0 workers: nobody read; fewer than the TP ranks: some did). "
      "Check the transport's speed first, then raise kv_lease_duration (newer vLLM) or "
      "VLLM_NIXL_ABORT_REQUEST_TIMEOUT (older)"),
     ("kv-blocks-invalid", "Potentially invalid KV blocks", None,
      "decode read blocks that were already freed: count this request's answer as wrong, not as slow"),
+    ("expandable-segments-refused", "expandable_segments", r"(?i)incompatible|not supported|cannot",
+     "this version refuses to start with expandable segments, because the KV pool could not be exported: unset the allocator option"),
     ("transfer-failure", "NIXL transfer failure", None,
      "this request's KV did not arrive; the failure type says at which step (handshake_failed: no data moved)"),
     ("expandable-segments", "expandable_segments:True", None,
@@ -287,7 +312,7 @@ _COMPILED = [(code, words, re.compile(p) if p else None, advice) for code, words
 _UCX_LEVEL = re.compile(r"\bUCX\s+(FATAL|ERROR|WARN)\b")
 _NIXL_LEVEL = re.compile(r"^[EF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\]|\bNIXL (?:ERROR|WARNING)\b")
 _HARMLESS = re.compile(r"set UCX_WARN_UNUSED_ENV_VARS=n|unused environment variables?: UCX_HOME\s*$")
-_REASON = re.compile(r"([a-z]\w*)(?:/(\S+))? - ([^,]+)")
+_REASON = re.compile(r"([a-z]\w*)(?:/([^\s/]+))? - ([^,]+)")
 
 
 def symptom(text: str) -> tuple[str, str] | None:
@@ -311,7 +336,7 @@ def symptom(text: str) -> tuple[str, str] | None:
 
 def reasons(text: str) -> list[dict[str, str | None]]:
     """Read ``self/memory - no peer failure handler, cma/memory - no am bcopy`` into rows."""
-    tail = text.split("transport", 1)[-1].split(": ", 1)[-1]
+    tail = text[:3000].split("transport", 1)[-1].split(": ", 1)[-1]
     return [{"transport": t, "device": d, "reason": r.strip()} for t, d, r in _REASON.findall(tail)]
 
 
@@ -329,6 +354,7 @@ ADVICE = {
     "header-without-rows": "the rows of this read table are missing; give the whole log",
     "conflicting-reads": "several read tables disagree: give one rank's log at a time, or UCX_PROTO_INFO=used for counts",
     "descriptor-size-assumed": "the row depends on the size: give --descriptor-bytes (bytes of one KV block per layer)",
+    "counts-disagree": "UCX counted no use of the row that covers this size, and uses of others: check --descriptor-bytes",
     "no-row-for-size": "no row of the read table covers this size: the log is cut, or --descriptor-bytes is wrong",
     "not-pull-evidence": "put and active-message tables, lane lists and an echoed UCX_TLS do not show the pull. "
     + GET_EVIDENCE,

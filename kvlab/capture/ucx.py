@@ -17,16 +17,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.capture import logs
+from kvlab.capture.carrier import ALIASES, KNOWN_TRANSPORTS, Pull, agrees, decide, known_transport
 from kvlab.capture.vllm import kv_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
 
-#: a descriptor size that stands for KV blocks when nothing in the log tells (tens to hundreds of KiB)
-ASSUMED_BYTES = 128 * 1024
 #: UCP_PROTO_CONFIG_STR_MAX - 1: UCX cuts the config cell here without a sign
 CONFIG_MAX = 127
 #: of each kind this many are kept; totals go on counting
@@ -34,8 +33,7 @@ KEEP = 1000
 _MEMORY_KINDS = {"DRAM": "host", "VRAM": "cuda"}
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(NamedTuple):
     """One lane of a protocol row; ``share`` in percent as UCX prints it, None where it is not shown."""
 
     transport: str
@@ -97,6 +95,7 @@ class Table:
     line: int
     #: whether the header ended with its bar: then a row that does not was cut
     bars: bool = False
+    text: str = ""
     rows: list[tuple[Row, int]] = field(default_factory=list)
     count: int = 1
 
@@ -111,65 +110,32 @@ class Table:
 
     def document(self) -> dict[str, Any]:
         """Return the table as the JSON document has it."""
-        host, pid, thread = self.key[:3]
+        names = ("context", "locality", "config", "operation", "attributes", "local", "remote", "line", "file", "count")
+        of_row = ("min_bytes", "max_bytes", "description", "config", "estimate", "selections", "truncated")
         return {
-            "host": host,
-            "pid": pid,
-            "thread": thread,
-            "context": self.context,
-            "locality": self.locality,
-            "config": self.config,
-            "operation": self.operation,
+            **dict(zip(("host", "pid", "thread"), self.key, strict=False)),
+            **{name: getattr(self, name) for name in names},
             "attributes": list(self.attributes),
-            "local": self.local,
-            "remote": self.remote,
-            "line": self.line,
-            "file": self.file,
-            "count": self.count,
             "rows": [
-                {
-                    "min_bytes": r.min_bytes,
-                    "max_bytes": r.max_bytes,
-                    "description": r.description,
-                    "config": r.config,
-                    "lanes": [
-                        {"transport": x.transport, "device": x.device, "path": x.path, "share": x.share}
-                        for x in r.lanes
-                    ],
-                    "estimate": r.estimate,
-                    "selections": r.selections,
-                    "truncated": r.truncated,
-                    "line": n,
-                }
+                {**{x: getattr(r, x) for x in of_row}, "lanes": [x._asdict() for x in r.lanes], "line": n}
                 for r, n in self.rows
             ],
         }
-
-
-@dataclass
-class Pull:
-    """What is known of the transport of the pull; ``transport`` and ``emulated`` None: not determined."""
-
-    transport: str | None = None
-    likely: str | None = None
-    devices: list[str] = field(default_factory=list)
-    paths: int | None = None
-    emulated: bool | None = None
-    staged: bool | None = None
-    estimate: bool | None = None
-    verdict: str = ""
-    lines: list[int] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------------------------------- one line
 
 _STAGED = re.compile(r"\b(?:(?:cuda|rocm|ze)_copy|gdr_copy|frag(?:ment\w*)? (?:host|cuda|rocm|ze)|pipeline)\b")
 _COPY = {"cuda_copy", "gdr_copy", "rocm_copy", "ze_copy"}
-#: [host:pid:thread] of a UCX log line; the pid is padded to five
-_BRACKET = re.compile(r"\[([^\[\]:\s]+):(\d+)\s*:(\w+)\s*\]")
+#: [host:pid:thread] of UCX's own log, after its time stamp; else with a letter, since [12:30:45] is a time
+_BRACKETS = [
+    re.compile(before + r":(\d+)\s*:(\w+)\s*\]")
+    for before in (r"\[\d+\.\d+\]\s+\[([^\[\]\s]+?)", r"\[([^\[\]:\s]*[A-Za-z][^\[\]:\s]*)")
+]
 _WRAPPER_PID = re.compile(r"\bpid=(\d+)")
 _WRAPPER_HOST = re.compile(r"\bip=([\w.:-]+)")
-_CFG = re.compile(r"(?:([^\s|(\]]+)\s+)?(?:\b(self|intra-node|inter-node)\s+)?(?:\bcfg#(\d+)|\bep_cfg\[(\d+)\])")
+_CFG = re.compile(r"\b(?:cfg#|ep_cfg\[)(\d+)")
+_NAME = re.compile(r"(?:([^\s|(\]]+)\s+)??(?:(self|intra-node|inter-node)\s+)?$")
 _MEMORY = r"(?:(?:iov|generic|strided|contig)(?:\[\d+\])? )?[a-z][\w-]*(?: memory|/[^\s|]+)?"
 _OPERATION = re.compile(
     r"((?:remote memory (?:read|write)|(?:synchronous )?tagged message|active message|stream message"
@@ -193,7 +159,7 @@ _ENV = re.compile(r"\b((?:UCX|NIXL|VLLM_NIXL|VLLM_KV)_[A-Z0-9_]+)=('[^']*'|\"[^\
 _ARROW = re.compile(r"\s(?:->|=>|→)\s|[│┃]")
 
 # kinds of line
-BORDER, HEADER, TITLE, COLUMNS, ROW, ONE_LINE, LANES, OTHER_TITLE, OTHER_ROW, NOTHING, SKIP = range(11)
+BORDER, HEADER, TITLE, ROW, ONE_LINE, LANES, OTHER_TITLE, OTHER_ROW, NOTHING, SKIP = range(10)
 
 
 def parse_lanes(config: str, cut: bool = False) -> tuple[Lane, ...]:
@@ -298,7 +264,7 @@ class Item:
 
 def parse(text: str) -> Item:
     """Read one line; anything that is no part of a UCX table or lane list has the kind NOTHING."""
-    bracket = _BRACKET.search(text)
+    bracket = _BRACKETS[0].search(text) or _BRACKETS[1].search(text)
     if bracket:
         key: tuple[Any, ...] = (bracket[1], int(bracket[2][:18]), bracket[3], "")
         body = text[bracket.end() :]
@@ -311,8 +277,10 @@ def parse(text: str) -> Item:
         body = text
     body = _ARROW.sub(" | ", body)
     found, cfg = _OPERATION.search(body), _CFG.search(body)
-    config = (cfg[1], cfg[2], _int(cfg[3] or cfg[4])) if cfg else None
-    operation = None
+    config = operation = None
+    if cfg:
+        name = _NAME.search(body, max(0, cfg.start() - 120), cfg.start())
+        config = (name[1], name[2], _int(cfg[1])) if name else (None, None, _int(cfg[1]))
     if found:
         attributes = tuple(a.strip() for a in (found[2] or "").split(",") if a.strip())
         operation = (found[1], attributes, _memory(found[3]), _memory(found[4]))
@@ -326,12 +294,13 @@ def parse(text: str) -> Item:
         return item(HEADER, (config, operation)) if found else item(BORDER if "+--" in body else NOTHING)
     cells = [c.strip() for c in body[found.end() if found else 0 :].split("|")]
     terminated = body.rstrip().endswith("|")
-    short = body.lstrip().startswith("|") and not terminated
+    # Without a bracket the table begins after whatever prefix there is.
+    short = not terminated and (body.lstrip().startswith("|") if bracket else bool(found or cfg) or "|" in body[:60])
     row = None if cfg and not found else _row(cells, terminated)
     if found:
         return item(ONE_LINE, (config, operation, row), short) if row else item(HEADER, (config, operation), short)
     if "Range" in cells and "Description" in cells:
-        return item(COLUMNS)
+        return item(SKIP)
     if endpoint := _ENDPOINT.search(body):
         return item(OTHER_TITLE, endpoint)
     if "Available Transports" in body:
@@ -426,7 +395,6 @@ class Evidence:
         """What carried the pull."""
         if self._pull is None:
             self._pull = decide(self)
-            _remark(self)
         return self._pull
 
     def document(self) -> dict[str, Any]:
@@ -456,7 +424,6 @@ class _Reader:
         self.hanging: tuple[int, bytes, Item] | None = None
         self.event = ""
         self.pending: dict[str, int] = {}
-        self.counter_lines: list[str] = []
 
     def take(self, lines: Iterable[tuple[int, bytes]]) -> None:
         """Take the candidate lines of the file (the hot loop: about a microsecond a line)."""
@@ -483,7 +450,7 @@ class _Reader:
                     row = item.data
                     if rows is not None and not item.open and not row.truncated:
                         last = rows[-1][0].max_bytes if rows else -1
-                        if last is not None and row.min_bytes > last:
+                        if last is not None and row.min_bytes > last and len(rows) < KEEP:
                             rows.append((row, number))
                             continue
             if item.open:
@@ -510,7 +477,7 @@ class _Reader:
             item = parse(logs.clean(raw))
             if not _interesting(item):
                 item.kind, item.text = SKIP, ""
-            if item.bracket or content is raw or (at < 0 and _STAMP.match(raw)):
+            if len(raw) < 1000 and (item.bracket or content is raw or (at < 0 and _STAMP.match(raw))):
                 if len(self.cache) > 20_000:
                     self.cache.clear()
                 self.cache[content] = item
@@ -546,6 +513,7 @@ class _Reader:
         if state is None:
             if len(self.threads) > 10_000:  # a hostile log must not grow the memory
                 self.finish_threads()
+                self.cache.clear()
             state = item.state = self.threads.setdefault(item.key, _Thread())
         table = state.table
         if kind == BORDER:
@@ -553,8 +521,8 @@ class _Reader:
                 self.close(state)
         elif kind == ROW:
             row: Row = item.data
-            if state.other:
-                return
+            if state.other or (table and table.rows and table.rows[-1][0].text == row.text):
+                return  # the same line twice is one line
             last = table.rows[-1][0].max_bytes if table and table.rows else -1
             if table is None or last is None or row.min_bytes <= last:
                 if table and table.rows:
@@ -565,25 +533,27 @@ class _Reader:
                     row = replace(row, lanes=parse_lanes(row.config, True), truncated=True)
                 self.append(table, row, number, text)
         elif kind in (HEADER, ONE_LINE):
+            if kind == HEADER and table and not table.rows and table.text == text[-len(table.text) :]:
+                return
             self.close(state)
             config, operation = item.data[0] or state.title or (None, None, None), item.data[1]
             state.title, state.other = None, None
             state.table = Table(self.file, item.key, *config, *operation, number)  # type: ignore[call-arg]
-            state.table.bars = text.rstrip().endswith("|")
+            state.table.bars, state.table.text = text.rstrip().endswith("|"), text[-120:]
             if kind == ONE_LINE:
                 self.append(state.table, item.data[2], number, text)
         elif kind == TITLE:
             self.close(state)
             state.title, state.other = item.data, None
         elif kind == LANES:
-            self.keep_lanes(number, item.key, *item.data[0], item.data[1])  # type: ignore[call-arg]
+            self.keep_lanes(number, item.key, *item.data)
         elif kind == OTHER_TITLE:
             self.close(state)
             found = item.data
             state.other = ("available", None)
             if found:
                 lanes: dict[str, list[str]] = {}
-                self.keep_lanes(number, item.key, found[2], found[3], int(found[1][:9]), lanes)
+                self.keep_lanes(number, item.key, (found[2], found[3], int(found[1][:9])), lanes)
                 state.other = (lanes, "")
         elif kind == OTHER_ROW and state.other:
             self.other_row(number, state, item.data)
@@ -591,7 +561,8 @@ class _Reader:
             self.other(number, text)
 
     def append(self, table: Table, row: Row, number: int, text: str) -> None:
-        table.rows.append((row, number))
+        if len(table.rows) < KEEP:
+            table.rows.append((row, number))
         if row.truncated and table.is_read:
             code = "config-cut" if len(row.config) >= CONFIG_MAX else "row-cut"
             self.evidence.problem(code, number, text)
@@ -616,25 +587,15 @@ class _Reader:
         self.flush_telemetry()
 
     def keep_lanes(
-        self,
-        number: int,
-        key: tuple[Any, ...],
-        context: str | None,
-        locality: str | None,
-        config: int | None,
-        lanes: dict[str, list[str]],
+        self, number: int, key: tuple[Any, ...], config: tuple[Any, ...], lanes: dict[str, list[str]]
     ) -> None:
-        same = {"host": key[0], "pid": key[1], "thread": key[2]}
-        same |= {"context": context, "locality": locality, "config": config}
-        if self.evidence.count("lanes") <= KEEP:
-            known = next(
-                (x for x in reversed(self.evidence.lanes[-20:]) if {**same, "lanes": lanes}.items() <= x.items()),
-                None,
-            )
-            if known and lanes:
-                known["count"] += 1
-            else:
-                self.evidence.lanes.append({**same, "lanes": lanes, "line": number, "file": self.file, "count": 1})
+        same = dict(zip(("host", "pid", "thread", "context", "locality", "config"), (*key[:3], *config), strict=True))
+        same |= {"lanes": lanes, "file": self.file}
+        known = next((x for x in self.evidence.lanes[-20:] if same.items() <= x.items()), None) if lanes else None
+        if known:
+            known["count"] += 1
+        elif self.evidence.count("lanes") <= KEEP:
+            self.evidence.lanes.append({**same, "line": number, "count": 1})
 
     def other_row(self, number: int, state: _Thread, cells: list[str]) -> None:
         what, before = state.other
@@ -650,13 +611,15 @@ class _Reader:
         elif isinstance(what, dict) and len(cells) == 4 and cells[0] != "Transport":
             transport = cells[0] or before
             state.other = (what, transport)
-            for lane in cells[3].split(","):
-                what.setdefault(lane.strip().split("#")[0], []).append(f"{transport}/{cells[1].split(' (')[0]}")
+            for kind in [x.strip().split("#")[0] for x in cells[3].split(",")][: 64 - len(what)]:
+                lanes = what.setdefault(kind, [])
+                lanes += [f"{transport}/{cells[1].split(' (')[0]}"] if len(lanes) < 64 else []
 
     def other(self, number: int, text: str) -> None:
         """Take a line that is no part of a table: metrics, telemetry, variables, symptoms."""
         evidence = self.evidence
-        if (metrics := kv_metrics(text)) is not None:
+        at = text.find("KV Transfer metrics:")
+        if at >= 0 and (metrics := kv_metrics(_RUN.sub("", text[at : at + 1500]))) is not None:
             size, descriptors = metrics["avg_mb_per_transfer"], metrics["avg_number_of_descriptors"]
             if metrics["num_successful_transfers"] != 0 and size and descriptors:
                 each = size * 2**20 / descriptors
@@ -682,7 +645,7 @@ class _Reader:
             evidence.buffer_device = found[1]
         for name, value in [] if "(set UCX_WARN" in text else _ENV.findall(text):
             values = evidence.environment.setdefault(name, []) if len(evidence.environment) < KEEP else []
-            value = value.strip("'\"")
+            value = value.strip("'\"")[:300]
             seen = "env variables:" in text
             if len(values) < 20 and not any(v["value"] == value and v["seen_by_ucx"] == seen for v in values):
                 values.append({"value": value, "line": number, "file": self.file, "seen_by_ucx": seen})
@@ -694,6 +657,8 @@ class _Reader:
 
     def telemetry(self, event: str, value: int) -> None:
         """Count an event of NIXL's telemetry reader; four of them in a row are one pull, by order alone."""
+        if event not in self.evidence.telemetry and len(self.evidence.telemetry) >= KEEP:
+            return
         sums = self.evidence.telemetry.setdefault(event, {"count": 0, "sum": 0})
         sums["count"], sums["sum"] = sums["count"] + 1, sums["sum"] + value
         name = _TELEMETRY.get(event)
@@ -709,7 +674,8 @@ class _Reader:
 
 
 _SPLICE = re.compile(rb"(?<=\S)\s*(?=\[\d{9,10}\.\d{6}\] \[[^\]]+:\d+\s*:\w+\])")
-_QUOTED = re.compile(r"'([\w-]+)'")
+#: no field of a metrics line has a name this long; the search for names must stay quick
+_RUN = re.compile(r"[A-Za-z0-9 ]{80,}")
 _STAMP = re.compile(rb"\[\d+\.\d+\]")
 _EVENT = re.compile(r"\b(Event|Value): (\w+)\s*$")
 _BUFFER = re.compile(r"\bkv_buffer_device: (\w+)")
@@ -779,341 +745,6 @@ def read(
     return evidence
 
 
-# ------------------------------------------------------------------------------------------- the decision
-
-_RDMA = ("rc_mlx5", "rc_verbs", "dc_mlx5", "ud_mlx5", "ud_verbs", "rc_gda", "srd")
-_SHARED = ("cma", "sysv", "posix", "knem", "xpmem")
-#: what a person may write for a transport -> the names that UCX prints
-ALIASES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("ib", "rdma", "roce", "infiniband", "verbs"), _RDMA),
-    "rc": ("rc_mlx5", "rc_verbs", "rc_gda"),
-    "rc_x": ("rc_mlx5",),
-    "rc_v": ("rc_verbs",),
-    **dict.fromkeys(("dc", "dc_x"), ("dc_mlx5",)),
-    "ud": ("ud_mlx5", "ud_verbs"),
-    "ud_x": ("ud_mlx5",),
-    "ud_v": ("ud_verbs",),
-    **dict.fromkeys(("efa",), ("srd",)),
-    **dict.fromkeys(("sm", "shm", "shared memory", "shared-memory", "shared_memory"), _SHARED),
-    "mm": ("sysv", "posix", "xpmem"),
-    **dict.fromkeys(("nvlink", "cuda-ipc", "cuda ipc"), ("cuda_ipc",)),
-    **dict.fromkeys(("xgmi", "rocm-ipc"), ("rocm_ipc",)),
-}
-#: names as UCX prints them
-KNOWN_TRANSPORTS = {
-    *_RDMA,
-    *_SHARED,
-    "tcp",
-    "self",
-    "cuda_ipc",
-    "rocm_ipc",
-    "ze_ipc",
-    "cuda_copy",
-    "gdr_copy",
-    "rocm_copy",
-    "ze_copy",
-}
-
-
-def known_transport(name: str) -> bool:
-    """Tell whether ``name`` is a transport or an alias that :func:`agrees` knows."""
-    return name.strip().lower() in ALIASES or name.strip().lower() in KNOWN_TRANSPORTS
-
-
-def agrees(transport: str | None, expected: str) -> bool:
-    """Tell whether the transport that was found is what was expected; aliases as in ``ALIASES``.
-
-    A payload over several transports (``knem+rc_mlx5``) agrees when every one of them does.
-    """
-    if not transport:
-        return False
-    wanted = {n for e in expected.lower().split(",") for n in ALIASES.get(e.strip(), (e.strip(),))}
-    return all(t in wanted for t in transport.split("+"))
-
-
-def _remark(evidence: Evidence) -> None:
-    """Note what is worth knowing although it does not decide: staged GPU messages, lanes that differ."""
-    for table in evidence.tables.values():
-        if not table.is_read and _kind(table.local) not in ("host", "") and table.rows:
-            row, line = table.rows[-1]
-            if row.staged and evidence.count("staged other") <= 5:
-                evidence.problem("staged-through-host", line, f"{table.operation}: {row.description} | {row.config}")
-    seen: dict[tuple[Any, ...], tuple[set[str], int]] = {}
-    for entry in evidence.lanes:
-        place = (entry["context"], entry["locality"], entry["config"])
-        names = {x.split("/")[0] for lanes in entry["lanes"].values() for x in lanes}
-        before, line = seen.setdefault(place, (names, entry["line"]))
-        if before - names or names - before:
-            lost = ", ".join(sorted(before ^ names))
-            evidence.problem(
-                "lanes-differ", entry["line"], f"{lost}: not in both this lane list and that of line {line}"
-            )
-
-
-def _kind(memory: str | None) -> str:
-    return (memory or "").split(" ")[-1].split("/")[0]
-
-
-def _bytes(size: float) -> str:
-    for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:.4g} {unit}"
-    return f"{size:.0f} B"
-
-
-def decide(evidence: Evidence) -> Pull:
-    """Say what carried the pull, from the remote memory read tables alone."""
-    notes: list[str] = []
-    reads = [t for t in evidence.tables.values() if t.is_read and t.rows]
-    asked = [
-        t for t in reads
-        if (not evidence.local or _kind(t.local) == evidence.local)
-        and (not evidence.remote or _kind(t.remote) in (evidence.remote, ""))
-    ]  # fmt: skip
-    if reads and not asked:
-        what = f"{evidence.local or 'any'} from {evidence.remote or 'any'} memory"
-        return _open(evidence, f"no remote memory read table for {what}, only for other memory", reads[0].line)
-    tables = [t for t in asked if t.locality != "self"]
-    if asked and not tables:
-        evidence.problem("self-endpoint-only", asked[0].line, "remote memory read of a self endpoint")
-        return _open(
-            evidence,
-            "the only remote memory read tables are of self endpoints, a pull goes to a peer",
-            asked[0].line,
-        )
-    tables = _used(tables)
-    tables = _main_memory(evidence, tables, notes)
-    if any("multi" in t.attributes for t in tables):
-        tables = [t for t in tables if "multi" in t.attributes]
-    if not tables:
-        return _open(evidence)
-    return _by_rows(evidence, tables, notes)
-
-
-def _used(tables: list[Table]) -> list[Table]:
-    """Drop the tables that UCX counted and found unused, when it counted others as used."""
-    sums = [sum(r.selections or 0 for r, _ in t.rows) for t in tables]
-    return [t for t, n in zip(tables, sums, strict=True) if n] if any(sums) else tables
-
-
-def _main_memory(evidence: Evidence, tables: list[Table], notes: list[str]) -> list[Table]:
-    """Keep the tables of the memory that KV lives in, when reads of several memory kinds were seen."""
-    kinds = {(_kind(t.local), _kind(t.remote)) for t in tables}
-    if len(kinds) < 2:
-        return tables
-    device = evidence.buffer_device
-    if device in ("cpu", "host"):
-        kept = [t for t in tables if _kind(t.local) == "host"]
-        notes.append("KV is in host memory, as vLLM's log says")
-    else:
-        kept = [t for t in tables if _kind(t.local) != "host" and _kind(t.remote) != "host"]
-        kept = kept or [t for t in tables if _kind(t.local) != "host" or _kind(t.remote) != "host"]
-        notes.append(
-            "KV is taken to be in GPU memory" if not device else f"KV is in {device} memory, as vLLM's log says"
-        )
-    return kept or tables
-
-
-def _sizes(evidence: Evidence, notes: list[str], tables: list[Table]) -> list[int]:
-    if evidence.descriptor_bytes:
-        notes.append(f"descriptors of {_bytes(evidence.descriptor_bytes)} as given")
-        return [evidence.descriptor_bytes]
-    if evidence.kv_sizes:
-        low, high = (round(s) for s in evidence.kv_sizes)
-        text = _bytes(low) if high - low <= high * 0.01 else f"{_bytes(low)} to {_bytes(high)}"
-        notes.append(f"descriptors of {text} on average, from vLLM's metrics lines")
-        return sorted({low, high})
-    if all(len(t.rows) == 1 and t.rows[0][0].covers(1) and t.rows[0][0].max_bytes is None for t in tables):
-        notes.append("every size takes this row")
-    else:
-        notes.append(f"descriptor size not known, {_bytes(ASSUMED_BYTES)} assumed")
-    return [ASSUMED_BYTES]
-
-
-def _by_rows(evidence: Evidence, tables: list[Table], notes: list[str]) -> Pull:
-    sizes = _sizes(evidence, notes, tables)
-    assumed = not evidence.descriptor_bytes and not evidence.kv_sizes
-    chosen: list[tuple[Table, Row, int]] = []
-    for table in tables:
-        counted = [(r, n) for r, n in table.rows if r.selections]
-        if assumed and counted:  # what UCX counted is better than an assumption
-            rows = [max(counted, key=lambda x: x[0].selections or 0)]
-            notes[-1] = "the row that UCX counted most"
-        else:
-            rows = [found for found in (table.row_for(s) for s in sizes) if found]
-        chosen += [(table, r, n) for r, n in dict.fromkeys(rows)]
-    if not chosen:
-        evidence.problem("no-row-for-size", tables[0].line, f"{_bytes(sizes[0])} is in no row")
-        return _open(evidence, f"no row of the read table covers {_bytes(sizes[0])}", tables[0].line)
-    ways_of = [
-        {(r.transports, r.emulated) for r, _ in t.rows if (r.max_bytes or ASSUMED_BYTES) >= 4096} for t in tables
-    ]
-    if assumed and any(len(ways) > 1 for ways in ways_of):
-        evidence.problem("descriptor-size-assumed", tables[0].line, notes[-1])
-    evidence.deciding = chosen
-    rows_ = [r for _, r, _ in chosen]
-    lines = sorted({n for _, _, n in chosen})
-    ways = {("+".join(r.transports), r.emulated) for r in rows_}
-    if any(not r.lanes for r in rows_) and len(ways) == 1:
-        evidence.deciding = []
-        return _open(evidence, "the row that covers the descriptors is cut before its transport", lines[0])
-    if len(ways) > 1:
-        evidence.deciding = []
-        for _, row, line in [c for c in chosen if c[1].emulated][:1]:
-            evidence.problem("software-emulation", line, f"{row.description} | {row.config}")
-        said = "; ".join(
-            f"{w or 'cut'}{' by software emulation' if e else ''} ({_where(chosen, w, e)})" for w, e in sorted(ways)
-        )
-        if len({w for w, _ in ways}) == 1 and "" not in {w for w, _ in ways}:
-            # one transport, emulated for some: the transport is known, the emulation is not
-            evidence.deciding = chosen
-            pull = _agreed(evidence, chosen, notes, lines)
-            pull.emulated, pull.verdict = None, f"{pull.transport}, mixed: {said}"
-            return pull
-        evidence.problem("conflicting-reads", lines[0], said)
-        return Pull(verdict=f"not determined: the read tables are mixed: {said}", lines=lines[:100])
-    return _agreed(evidence, chosen, notes, lines)
-
-
-#: symptom -> how it explains an emulated read
-_CAUSES = {
-    "expandable-segments": "expandable_segments explains it",
-    "cuda-ipc-get-disabled": "cuda_ipc reads are off",
-    "transport-not-available": "a transport of UCX_TLS is not available",
-    "net-device-not-available": "a device of UCX_NET_DEVICES is not available",
-}
-
-
-def _where(chosen: list[tuple[Table, Row, int]], way: str, emulated: bool) -> str:
-    lines = [n for _, r, n in chosen if "+".join(r.transports) == way and r.emulated == emulated]
-    return f"line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines[:5]))}"
-
-
-def _agreed(evidence: Evidence, chosen: list[tuple[Table, Row, int]], notes: list[str], lines: list[int]) -> Pull:
-    rows = [r for _, r, _ in chosen]
-    lanes = [x for r in rows for x in r.lanes]
-    devices = list(dict.fromkeys(x.device for x in lanes if x.device))
-    paths = max((len({x.path for x in r.lanes if x.device == d}) for r in rows for d in devices), default=None)
-    first = rows[0]
-    pull = Pull(
-        transport="+".join(first.transports),
-        devices=devices,
-        paths=paths,
-        emulated=first.emulated,
-        staged=any(r.staged for r in rows),
-        estimate=any(r.estimate for r in rows),
-        lines=lines[:100],
-    )
-    words = [f"{pull.transport} on {', '.join(devices)}" if devices else str(pull.transport)]
-    words.append(first.description.removeprefix("(?) "))
-    per_row = max(len({x.device for x in r.lanes}) for r in rows)
-    if per_row > 1:
-        words.append(f"{per_row} devices at once")
-    if paths and paths > 1:
-        words.append(f"{paths} paths on one device")
-    for code, holds, text in (
-        ("staged-through-host", pull.staged, "staged through a bounce buffer"),
-        ("software-emulation", pull.emulated, ""),
-        ("estimate", pull.estimate, "UCX's estimate"),
-    ):
-        if holds:
-            evidence.problem(code, lines[0], f"{first.description} | {first.config}")
-            words += [text] if text else []
-    if any(r.truncated for r in rows):
-        shown = sum(x.share or 0 for x in first.lanes)
-        words.append(f"lane list cut, {max(0, 100 - shown)} percent of the share not shown")
-    if any(t.locality == "intra-node" for t, _, _ in chosen) and agrees(pull.transport, "rdma,tcp"):
-        words.append("though the peer is on the same node")
-    causes = [p for p in evidence.problems if p["code"] in _CAUSES and pull.emulated]
-    notes = notes + [f"{_CAUSES[p['code']]} (line {p['line']})" for p in causes[:2]]
-    pull.verdict = ", ".join(w for w in words if w) + (f" ({'; '.join(notes)})" if notes else "")
-    return pull
-
-
-def _open(evidence: Evidence, why: str = "", line: int | None = None) -> Pull:
-    """Say that the pull is not determined, why, and what the weaker signs make likely."""
-    others = {t.operation.split(" by ")[0] for t in evidence.tables.values() if not t.is_read and t.rows}
-    headless = [t for t in evidence.tables.values() if t.is_read and not t.rows]
-    if not why:
-        if headless:
-            why = f"the read table at line {headless[0].line} has no rows"
-        elif others:
-            why = f"only tables of {', '.join(sorted(others))} are here, none of a remote memory read"
-        elif evidence.lanes:
-            why = "a lane list says what an endpoint may use, not what carried the bytes"
-        elif evidence.environment.get("UCX_TLS"):
-            why = "an echoed UCX_TLS says what is allowed, not what carried the bytes"
-        else:
-            why = "no UCX protocol table is here"
-    pull = Pull(lines=[line] if line else [])
-    likely = _likely(evidence)
-    if likely:
-        transport, reason, at = likely
-        pull.likely = f"{transport} ({reason})"
-        pull.lines = pull.lines or [at]
-    shown = bool(others or evidence.lanes or evidence.environment.get("UCX_TLS"))
-    code = "not-pull-evidence" if shown else "no-evidence"
-    if not any(p["code"] in ("self-endpoint-only", "no-row-for-size") for p in evidence.problems):
-        evidence.problem(code, line, why)
-    pull.verdict = f"not determined: {why}" + (f"; likely {pull.likely}" if pull.likely else "")
-    return pull
-
-
-def _likely(evidence: Evidence) -> tuple[str, str, int] | None:
-    """Return (transport, reason, line) from lane lists, else from the allowed set; None when open."""
-    peers = [x for x in evidence.lanes if x["locality"] != "self"] or evidence.lanes
-    off = any(p["code"] == "cuda-ipc-get-disabled" for p in evidence.problems)
-    found: dict[str, tuple[str, str, int]] = {}
-    for entry in peers:
-        lanes = {name: [(x.split("/")[0], x) for x in value] for name, value in entry["lanes"].items()}
-        rma, emulated = lanes.get("rma", []) + lanes.get("rma_bw", []), lanes.get("rma_am", [])
-        rest = {t for name in ("am", "other", "device") for t, _ in lanes.get(name, [])}
-        ipc_open = "cuda_ipc" in {t for t, _ in rma} | (rest if not emulated else set()) and not off
-        direct = {t for t, _ in rma if t != "cuda_ipc" or not off}
-        # cma and its like show only under am(...), yet read by themselves
-        if (
-            len(direct) > 1
-            or (ipc_open and direct != {"cuda_ipc"})
-            or (emulated and rest & set(_SHARED) - {emulated[0][0]})
-        ):
-            return None
-        if direct:
-            name, reason = direct.pop(), f"its remote-access lane is {rma[0][1]}"
-        elif emulated:
-            name, reason = emulated[0][0], f"rma_am({emulated[0][1]}): reads by software emulation over active messages"
-            reason += "; cuda_ipc is listed for writes and may be off for reads" if "cuda_ipc" in rest else ""
-        else:
-            continue
-        found.setdefault(name, (name, reason, entry["line"]))
-    if found:
-        return next(iter(found.values())) if len(found) == 1 else None
-    return _allowed(evidence)
-
-
-def _allowed(evidence: Evidence) -> tuple[str, str, int] | None:
-    """Return what UCX_TLS leaves: UCX's own echo of it before a script's."""
-    values = evidence.environment.get("UCX_TLS", [])
-    values = [v for v in values if v["seen_by_ucx"]] or values
-    if len({v["value"] for v in values}) != 1 or values[0]["value"].startswith("^"):
-        return None
-    value, line = values[0]["value"], values[0]["line"]
-    gone = [n for p in evidence.problems if p["code"] == "transport-not-available" for n in _QUOTED.findall(p["text"])]
-    names = {n.split(":")[0] for n in value.split(",") if n} - {"self", *_COPY, *gone}
-    if names == {"tcp"}:
-        return "tcp", f"UCX_TLS={value} leaves nothing else here", line
-    places = {t.locality for t in evidence.tables.values()} | {x["locality"] for x in evidence.lanes}
-    on_node = {
-        "cuda_ipc",
-        "rocm_ipc",
-        "ze_ipc",
-        *ALIASES["sm"],
-        *(n for n, to in ALIASES.items() if to == ALIASES["sm"]),
-    }
-    if "inter-node" in places and names - on_node - {"mm"} == {"tcp"}:
-        return "tcp", f"between nodes UCX_TLS={value} allows no RDMA transport", line
-    return None
-
-
 def transport_rows(evidence: Evidence, arm: str, process: str) -> pd.DataFrame:
     """Return the tables as rows of the run folder's ``transports`` table; those that decide are marked."""
     import pandas as pd
@@ -1151,16 +782,6 @@ def transport_rows(evidence: Evidence, arm: str, process: str) -> pd.DataFrame:
 
 
 __all__ = [
-    "ASSUMED_BYTES",
-    "Evidence",
-    "Lane",
-    "Pull",
-    "Row",
-    "Table",
-    "agrees",
-    "decide",
-    "known_transport",
-    "parse",
-    "read",
-    "transport_rows",
-]
+    "ALIASES", "KNOWN_TRANSPORTS", "Evidence", "Lane", "Pull", "Row", "Table",
+    "agrees", "known_transport", "read", "transport_rows",
+]  # fmt: skip

@@ -93,10 +93,12 @@ def card(evidence: ucx.Evidence, expect: str | None = None) -> str:
             more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
             out.append(f"  line {', '.join(lines[:4])}{more}: {text}")
         counted = sum(r.selections or 0 for _, r, _ in evidence.deciding)
+        pulled = round(evidence.kv_sums[4])
         if counted:
-            out.append(
-                f"  UCX counted {counted:,} reads in these rows; the descriptors of all pulls should add up to this"
+            beside = (
+                f"vLLM's metrics lines add up to {pulled:,} descriptors" if pulled else "the pulls' descriptors should"
             )
+            out.append(f"  UCX counted {counted:,} reads in these rows; {beside}{'' if pulled else ' add up to this'}")
     elif pull.lines:
         out += ["", f"See line {', '.join(map(str, pull.lines[:8]))}"]
     out += _beside(evidence)

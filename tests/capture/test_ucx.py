@@ -558,3 +558,74 @@ def test_mutated_tables_never_name_a_transport_that_is_not_there(layout: str, se
             text = text[:at] + text[at + 1 :]
     pull = read(text or " ").pull
     assert pull.transport is None or all(t in text for t in pull.transport.split("+"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"|" + b"x" * 200_000,
+        b"UCX " + b"a" * 8000 + b" cfg#1",
+        b"| " + b"A" * 8000 + b" | remote memory read by ucp_get*(multi) into " + b"b" * 8000,
+        b"KV Transfer metrics: " + b"A" * 8000,
+        b"no active messages transport: " + b"a/" * 4000,
+        b"cfg#1 " + b"rma(" * 2000,
+        b" " * 8000 + b"| 0..inf | zero-copy | " + b"1% on tcp/a and " * 400,
+    ],
+)
+def test_hostile_lines_take_no_time(line: bytes) -> None:
+    """Quadratic patterns would take minutes here; the limit is pytest's own."""
+    data = b"\n".join(line + b"%d" % i for i in range(300))
+    assert read(data).pull.transport is None or b"zero-copy" in line
+
+
+def test_many_threads_do_not_lose_tables() -> None:
+    text = [x for pid in range(10_500) for x in stamped(lines(EMULATED, "1.20"), pid=pid)]
+    evidence = read([*text, *stamped(lines(EMULATED, "1.20"), pid=1)])
+    assert evidence.totals["protocols"] == 10_501
+    assert len(evidence.tables) == 1000
+    assert evidence.pull.transport == "tcp"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_doubled_lines_and_clock_prefixes(layout: str) -> None:
+    """Every line twice (two handlers), and a wall clock in brackets that must not be taken for a thread."""
+    text = [f"[05:30:{i:02d}] {x}" for i, x in enumerate(stamped(lines(TWO_PATHS, layout)))]
+    evidence = read([x for x in text for _ in range(2)])
+    assert (evidence.pull.transport, evidence.pull.paths) == ("rc_mlx5", 2)
+    assert not [c for c in codes(evidence) if c.startswith(("row-", "header-"))]
+
+
+def test_given_size_and_counts_that_disagree() -> None:
+    spec = Spec((("0..8K", "software emulation", "tcp/eth0", 40), ("8193..inf", "zero-copy", "rc_mlx5/mlx5_0:1", 0)))
+    evidence = read(stamped(lines(spec, "1.22 used")), descriptor_bytes=131072)
+    assert evidence.pull.transport == "rc_mlx5"
+    assert "counts-disagree" in codes(evidence)
+
+
+U = "[1.1] [h:1:0] x.c:1 UCX  "
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (U + "ERROR Not enough memory. Please check that /dev/shm has more available memory", "shared-memory-full"),
+        (U + "ERROR cuIpcOpenMemHandle() failed: invalid argument", "cuda-ipc-open-failed"),
+        (U + "ERROR ibv_reg_mr(address=0x7f, length=1) failed: Bad address", "memory-registration"),
+        (U + "ERROR ibv_reg_mr() failed: Please set max locked memory (ulimit -l) to 'unlimited'", "memory-lock-limit"),
+        (U + "ERROR Transport retry count exceeded on mlx5_0:1/RoCE", "endpoint-failure"),
+        (U + "ERROR connect(fd=9, dest_addr=172.17.0.1:1) failed: Connection refused", "tcp-connect-failed"),
+        ("zmq.error.Again: Resource temporarily unavailable", "side-channel-timeout"),
+        ("RuntimeError: Remote NIXL agent engine ID mismatch. Expected a,received b.", "engine-id-mismatch"),
+        ("INFO [factory.py:62] Creating v1 connector with name: NixlPushConnector and engine_id: x", "push-connector"),
+        ("E1201 02:57:14.610787 1 nixl_agent.cpp:4] status NIXL_ERR_REMOTE_DISCONNECT", "remote-disconnected"),
+        ("E1201 02:57:14.610787   1 nixl_agent.cpp:9] loadRemoteMD: failed NIXL_ERR_NOT_FOUND", "metadata-missing"),
+        ("NIXL WARNING UCX CUDA support was not found!", "ucx-without-cuda"),
+        ("(RayWorker pid=1) x [repeated 3x across cluster]", "ray-dropped-lines"),
+        (U + "FATAL something new", "ucx-error"),
+        (U + "DIAG tcp_ep: Connection reset by remote peer", ""),
+        ("INFO all is well with NIXL", ""),
+    ],
+)  # fmt: skip
+def test_symptoms(text: str, code: str) -> None:
+    found = [c for c in codes(read(text)) if c not in ("no-evidence", "not-pull-evidence")]
+    assert found == ([code] if code else [])
