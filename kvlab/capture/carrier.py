@@ -173,8 +173,9 @@ def _sizes(evidence: Evidence, notes: list[str], tables: list[Table]) -> list[in
         text = _bytes(low) if high - low <= high * 0.01 else f"{_bytes(low)} to {_bytes(high)}"
         notes.append(f"descriptors of {text} on average, from vLLM's metrics lines")
         return sorted({low, high})
-    if all(len(t.rows) == 1 and t.rows[0][0].covers(1) and t.rows[0][0].max_bytes is None for t in tables):
-        notes.append("every size takes this row")
+    from_bytes = max(t.rows[-1][0].min_bytes for t in tables)
+    if from_bytes <= 4096 and all(t.rows[-1][0].max_bytes is None for t in tables):
+        notes.append(f"every size{f' from {from_bytes:,} bytes on' if from_bytes else ''} takes this row")
     else:
         notes.append(f"descriptor size not known, {_bytes(ASSUMED_BYTES)} assumed")
     return [ASSUMED_BYTES]
@@ -238,8 +239,11 @@ _CAUSES = {
 
 
 def _where(chosen: list[tuple[Table, Row, int]], way: str, emulated: bool) -> str:
-    lines = [n for _, r, n in chosen if "+".join(r.transports) == way and r.emulated == emulated]
-    return f"line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines[:5]))}"
+    found = [(t, n) for t, r, n in chosen if "+".join(r.transports) == way and r.emulated == emulated]
+    places = sorted({t.locality for t, _ in found if t.locality})
+    many = len({t.file for t, _, _ in chosen}) > 1
+    lines = [f"{t.file.rsplit('/', 1)[-1]}:{n}" if many else str(n) for t, n in found]
+    return ", ".join([*places, f"line{'s' if len(lines) > 1 else ''} {', '.join(lines[:5])}"])
 
 
 def _agreed(evidence: Evidence, chosen: list[tuple[Table, Row, int]], notes: list[str], lines: list[int]) -> Pull:

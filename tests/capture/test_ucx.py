@@ -279,6 +279,12 @@ def test_the_size_comes_from_the_metrics_lines() -> None:
     assert "mixed" in both.pull.verdict
 
 
+def test_no_assumption_where_every_descriptor_takes_the_row() -> None:
+    evidence = read(stamped(lines(TWO_PATHS, "1.20")))
+    assert "every size from 65 bytes on takes this row" in evidence.pull.verdict
+    assert "descriptor-size-assumed" not in codes(evidence)
+
+
 def test_counts_decide_before_an_assumption() -> None:
     spec = Spec((("0..256K", "software emulation", "tcp/eth0", 0), ("262145..inf", "zero-copy", "cuda_ipc/cuda", 40)))
     assert read(stamped(lines(spec, "1.22 used"))).pull.transport == "cuda_ipc"
