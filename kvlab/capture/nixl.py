@@ -403,9 +403,7 @@ class Follower:
     def _look(self) -> None:
         with self._lock:
             now = time.time() - self.began_s
-            if (
-                not now - self._scan_s < 0.1 or self._stop.is_set()
-            ):  # a look for new files costs more than a read
+            if not now - self._scan_s < 0.1 or self._stop.is_set():  # a look for new files costs more than a read
                 self._scan(now)
             for name, state in self._rings.items():
                 if state.alive:

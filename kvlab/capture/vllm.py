@@ -201,9 +201,7 @@ def _source(labels: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     return tuple(value for name, value in labels if name in ("instance", "pod", "engine", "model_name"))
 
 
-def difference(
-    before: str | None, after: str, arm: str, engine: str = "", phase: str | None = None
-) -> pd.DataFrame:
+def difference(before: str | None, after: str, arm: str, engine: str = "", phase: str | None = None) -> pd.DataFrame:
     """Return rows of table ``engine_metrics`` from two scrapes of one address, by exact names.
 
     ``engine`` names the address; the engine number that vLLM puts into the labels is appended.  ``before``
@@ -213,12 +211,8 @@ def difference(
     """
     now, births = _samples(after)
     then, old_births = _samples(before) if before is not None else ({}, {})
-    restarted = {
-        _source(key[1]) for key, value in then.items() if (key in now and now[key] < value) or key not in now
-    }
-    restarted |= {
-        _source(key[1]) for key, value in old_births.items() if key[1] and births.get(key, value) != value
-    }
+    restarted = {_source(key[1]) for key, value in then.items() if (key in now and now[key] < value) or key not in now}
+    restarted |= {_source(key[1]) for key, value in old_births.items() if key[1] and births.get(key, value) != value}
     whole = any(births.get(key, value) != value for key, value in old_births.items() if not key[1])
     rows = []
     for key in sorted({*then, *now}):
