@@ -157,7 +157,7 @@ class Agent:
                         raise RuntimeError("got an error from NIXL: the peer or the connection failed")
                 pending = [i for i in pending if not ended[i]]
                 if pending and clock() > deadline:
-                    raise TimeoutError(f"did not finish a pull within {m['limit_s']:g} s")
+                    raise TimeoutError(f"did not finish a pull within {m['pull_limit_s']:g} s")
         finally:
             gc.enable()
         rows = []
