@@ -1,0 +1,187 @@
+"""Constants of the step-time model from runs, their uncertainty carried to the crossover, and the check of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import nnls
+
+from kvlab.analysis.split import CONFIDENCE
+from kvlab.analysis.steps import PUBLISHED, Floats, Model, kv_bytes, ttft_1p1d_ms, ttft_replica_ms, window
+from kvlab.errors import BadInput
+
+#: the two ends of a two-sided interval
+TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+
+
+def fit_steps(steps: pd.DataFrame, draws: int = 0, seed: int = 1) -> tuple[Floats, pd.DataFrame]:
+    """Fit the three costs by non-negative least squares on relative residuals of the cells' medians.
+
+    Returns the costs (row 0 the estimate, the others draws) and a row a kind of step with ``step_ms``,
+    ``model_ms``, ``residual``.  The draws resample whole rounds (a drift falls on all cells) and flip the signs
+    of what the form leaves over (wild bootstrap): a little too wide rather than too narrow.
+    """
+    rng = np.random.default_rng(seed)
+    rows = steps.dropna(subset=["prefix_tokens", "chunk_tokens", "step_ms"])
+    rows = rows[(rows["chunk_tokens"] > 0) & (rows["step_ms"] > 0)]
+    rounds = rows["repetition"].fillna(0) if "repetition" in rows else 0
+    kinds = ["prefix_tokens", "chunk_tokens"]
+    cells = rows.assign(r=rounds).pivot_table(index=kinds, columns="r", values="step_ms", aggfunc="median")
+    s, n = (cells.index.get_level_values(i).to_numpy(float) for i in (0, 1))
+    design = np.column_stack([np.ones(len(cells)), n, n * (2 * s + n)])
+    scale = design.max(axis=0, initial=1)
+    if len(cells) < 3 or np.linalg.matrix_rank(design / scale) < 3:
+        raise BadInput(
+            f"{len(cells)} kinds of step cannot tell the three costs apart; measure more chunks and prefixes"
+        )
+    values = cells.to_numpy(float)
+    middle = np.nanmedian(values, axis=1)
+
+    def solve(y: Floats) -> Floats:
+        return np.asarray(nnls(design / scale / middle[:, None], y / middle)[0] / scale, float)
+
+    found = [solve(middle)]
+    fitted = design @ found[0]
+    left = (middle - fitted) * np.sqrt(len(cells) / max(len(cells) - 3, 1))
+    for _ in range(draws):
+        drawn = values[:, rng.integers(0, values.shape[1], values.shape[1])]
+        empty = np.isnan(drawn).all(axis=1)
+        drawn[empty] = middle[empty, None]
+        noise = np.nanmedian(drawn, axis=1) - middle
+        found.append(solve(fitted + noise + left * rng.choice([-1.0, 1.0], len(cells))))
+    table = cells.index.to_frame(index=False).astype(int)
+    return np.array(found), table.assign(step_ms=middle, model_ms=fitted, residual=middle / fitted - 1)
+
+
+def _cells_of(points: pd.DataFrame, arm: str) -> list[pd.DataFrame]:
+    mine = points[points["arm"] == arm]
+    return [g for _, g in mine.groupby(["prompt_tokens", "chunk_tokens", "gbps"], dropna=False)]
+
+
+def calibrate(
+    steps: pd.DataFrame, points: pd.DataFrame | None = None, *, base: Model = PUBLISHED, draws: int = 500, seed: int = 1
+) -> list[Model]:
+    """Fit a machine's constants; the first model is the estimate, the others are bootstrap draws of it.
+
+    Steps give the three costs; TTFTs at short lengths (``points`` of phase ``calibrate``) give ``t0_ms`` (arm
+    replica) and the transfer's two constants (arm 1P1D, two link rates or more, or two lengths).
+
+    :param steps: table ``steps``
+    :param points: rows of :func:`points`; None: t0 is 0 and the link's whole rate is reached at once
+    :param base: takes from here what no run tells: KV bytes, windows, the prefill engine's chunk
+    :raises BadInput: when the steps do not tell the three costs apart
+    """
+    rng = np.random.default_rng(seed)
+    kept = None if points is None else points[(points["phase"] == "calibrate") & points["ttft_ms"].notna()]
+    models = []
+    for i, costs in enumerate(fit_steps(steps, draws, seed)[0]):
+        fixed, token, attention = map(float, costs)
+        m = replace(base, fixed_ms=fixed, token_ms=token, attention_ms=attention, source="fitted to runs")
+        m = replace(m, t0_ms=0.0, transfer_ms=0.0, link_share=1.0, decode_token_ms=None)
+        models.append(m if kept is None or kept.empty else _with_overheads(m, kept, rng if i else None))
+    return models
+
+
+def _with_overheads(m: Model, points: pd.DataFrame, rng: np.random.Generator | None) -> Model:
+    def middle(g: pd.DataFrame) -> float:
+        x = g["ttft_ms"].to_numpy(float)
+        return float(np.median(x if rng is None else rng.choice(x, len(x))))
+
+    alone = [
+        middle(g) - float(ttft_replica_ms(m, g["prompt_tokens"].iloc[0], g["chunk_tokens"].iloc[0]))
+        for g in _cells_of(points, "replica")
+    ]
+    m = replace(m, t0_ms=max(0.0, float(np.median(alone)))) if alone else m
+    cells = _cells_of(points, "1P1D")
+    if not cells:
+        return m
+    length, rate = (np.array([g[c].iloc[0] for g in cells], float) for c in ("prompt_tokens", "gbps"))
+    took = np.array([middle(g) for g in cells])
+    design = np.column_stack([np.ones(len(cells)), kv_bytes(m, length) * 8e-6 / rate])
+    extra = took - ttft_replica_ms(m, length, m.prefill_chunk)
+    rest, share = nnls(design / took[:, None], extra / took)[0]
+    return replace(m, transfer_ms=float(rest), link_share=float(share))
+
+
+def constants(models: Sequence[Model]) -> pd.DataFrame:
+    """Return the fitted constants with 95 percent intervals over the draws: ``name``, ``value``, ``low``, ``high``."""
+    rows = []
+    for name in ("fixed_ms", "token_ms", "attention_ms", "t0_ms", "transfer_ms", "link_share"):
+        drawn = [getattr(m, name) for m in models[1:]] or [np.nan]
+        low, high = np.quantile(drawn, TAILS)
+        rows.append({"name": name, "value": getattr(models[0], name), "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def crossover(models: Sequence[Model], gbps: float, **limits: Any) -> dict[str, Any]:
+    """Carry the draws of :func:`calibrate` through to the lower edge of the window.
+
+    :param limits: of :func:`kvlab.analysis.steps.window`
+    :returns: the window of the estimate, ``low`` and ``high`` (95 percent interval of the lower edge; None: does
+        not pay), ``never`` (share of draws in which 1P1D does not pay; None without draws), ``draws``
+    """
+    first, *others = (window(m, gbps, **limits) for m in models)
+    found = {**asdict(first), "low": None, "high": None, "never": None, "draws": len(others)}
+    if others:
+        lower = sorted(np.inf if w.lower is None else w.lower for w in others)
+        ends = lower[int(TAILS[0] * (len(lower) - 1))], lower[-1 - int(TAILS[0] * (len(lower) - 1))]
+        found |= dict(zip(("low", "high"), (None if np.isinf(x) else int(x) for x in ends), strict=True))
+        found["never"] = float(np.mean(np.isinf(lower)))
+    return found
+
+
+_CASE = re.compile(
+    r"(?P<phase>\w+): (?P<tokens>\d+) tokens(?:, chunk (?P<chunk>\d+))?(?:, (?P<rate>\d+(?:\.\d+)?) Gbps)?"
+)
+
+
+def case(phase: str, tokens: int, *, chunk: int | None = None, gbps: float | None = None) -> str:
+    """Name a case of table ``cells``: ``calibrate: 1024 tokens, chunk 256, 4.97 Gbps``."""
+    parts = [f"{phase}: {tokens} tokens", f"chunk {chunk}" if chunk else "", f"{gbps:g} Gbps" if gbps else ""]
+    return ", ".join(p for p in parts if p)
+
+
+def points(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the TTFTs of table ``cells`` (quantity ``ttft_ms``, arm ``replica`` or ``1P1D``) by :func:`case`.
+
+    Columns: ``phase`` (calibrate or check), ``arm``, ``prompt_tokens``, ``chunk_tokens``, ``gbps``, ``ttft_ms``.
+    """
+    rows = []
+    for row in cells[cells["quantity"] == "ttft_ms"].itertuples():
+        if found := _CASE.fullmatch(str(row.case)):
+            chunk, rate = float(found["chunk"] or "nan"), float(found["rate"] or "nan")
+            rows.append((found["phase"], row.arm, int(found["tokens"]), chunk, rate, row.value))
+    return pd.DataFrame(rows, columns=["phase", "arm", "prompt_tokens", "chunk_tokens", "gbps", "ttft_ms"])
+
+
+def check(models: Sequence[Model], points: pd.DataFrame, *, seed: int = 1) -> pd.DataFrame:
+    """Hold the prediction against TTFTs measured on both sides of the crossover (phase ``check``).
+
+    A row a length and rate, with 1P1D's TTFT over the replica's: ``ratio`` measured with a bootstrap interval,
+    ``predicted`` with the draws' interval, and ``outcome``: hit (both resolved, same side of 1), miss, unresolved.
+    """
+    rng = np.random.default_rng(seed)
+    kept = points[points["phase"] == "check"].dropna(subset=["ttft_ms"])
+    rows = []
+    for both in _cells_of(kept, "1P1D"):
+        length, rate = int(both["prompt_tokens"].iloc[0]), float(both["gbps"].iloc[0])
+        alone = kept[(kept["arm"] == "replica") & (kept["prompt_tokens"] == length)]
+        if alone.empty:
+            continue
+        chunk, (a, b) = alone["chunk_tokens"].iloc[0], (g["ttft_ms"].to_numpy(float) for g in (both, alone))
+        boot = [np.median(rng.choice(x, (4000, len(x))), axis=1) for x in (a, b)]
+        low, high = np.quantile(boot[0] / boot[1], TAILS)
+        said = [float(ttft_1p1d_ms(m, length, rate) / ttft_replica_ms(m, length, chunk)) for m in models]
+        p_low, p_high = np.quantile(said[1:] or said, TAILS)
+        sides = [-1 if hi < 1 else 1 if lo > 1 else 0 for lo, hi in ((low, high), (p_low, p_high))]
+        outcome = "unresolved" if 0 in sides else "hit" if sides[0] == sides[1] else "miss"
+        row = {"prompt_tokens": length, "gbps": rate, "n": len(a), "ratio": np.median(a) / np.median(b)}
+        row |= {"replica_ms": np.median(b), "1p1d_ms": np.median(a), "low": low, "high": high}
+        row |= {"predicted": said[0], "predicted_low": p_low, "predicted_high": p_high, "outcome": outcome}
+        rows.append(row)
+    return pd.DataFrame(rows)
