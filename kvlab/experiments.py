@@ -68,6 +68,20 @@ EXPERIMENTS: dict[str, Experiment] = {
             default="loopback",
             needs=_NIXL,
         ),
+        Experiment(
+            "descriptor-shape",
+            "03_descriptor_shape.ipynb",
+            "DescriptorShape",
+            "Same bytes: many small descriptors or few large ones, and what does one descriptor cost?",
+            default="loopback",
+            needs=_NIXL,
+        ),
+        Experiment(
+            "ttft-by-transport",
+            "08_ttft_by_transport.ipynb",
+            "TtftByTransport",
+            "What does the transport add to the first token, and what are the 98 seconds over TCP made of?",
+        ),
     )
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvlab.errors import BadInput
 from kvlab.paths import shared_dir
@@ -128,6 +128,22 @@ class WhichTransport(Experiment):
         return data
 
 
+class TtftByTransport(Experiment):
+    """ttft-by-transport: published figures only; nothing is measured."""
+
+    #: a run folder, or EXPERIMENT/NAME under data/, to place among the published figures; empty: none
+    own_run: Text = ""
+
+    @field_validator("own_run")
+    @classmethod
+    def _there(cls, value: str) -> str:
+        from kvlab import runs
+
+        if value:
+            runs.find(value)  # its BadInput comes before anything is started
+        return value
+
+
 class PullParams(Experiment):
     """What every experiment that pulls between two NIXL agents takes."""
 
@@ -176,6 +192,27 @@ class PostVsCompletion(PullParams):
     #: tokens a KV block; None takes the layout's own
     block_size: Count | None = None
     prompt_tokens: Counts = [4096, 8192, 16384]
+
+
+class DescriptorShape(PullParams):
+    """descriptor-shape: the same bytes in many small descriptors or few large ones, over each arm's transport.
+
+    Every pull size is pulled at every descriptor size, scattered and alone.  The variations (contiguous,
+    more in flight, a slower poll) change one thing at a time, at the first pull size.
+    """
+
+    arms: Arms = Field(default_factory=lambda: [Arm.model_validate(a) for a in SHARED_MEMORY_AND_TCP])
+    pull_bytes: Counts = [128 << 20]
+    descriptor_bytes: Counts = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20]
+    #: one descriptor of the whole pull, too
+    whole: bool = True
+    #: descriptor sizes at which the variations are measured; empty: none
+    varied_descriptor_bytes: Annotated[list[Count], BeforeValidator(_listed)] = [8 << 10, 128 << 10]
+    contiguous: bool = True
+    varied_in_flight: Annotated[list[Count], BeforeValidator(_listed)] = [4]
+    varied_poll_interval_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [10]
+    #: a cell (arm, case) that has taken this long gets no further repetition
+    cell_limit_s: Positive = 60
 
 
 def explain(error: ValidationError, where: str) -> BadInput:

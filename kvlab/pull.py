@@ -46,6 +46,9 @@ class Case:
     prompt_tokens: int | None = None
     #: ``contiguous`` hands the blocks over in address order, and NIXL merges them into one descriptor
     shape: str = "scattered"
+    #: pulls at once and pause between polls, where they differ from the pair's own
+    in_flight: int | None = None
+    poll_interval_ms: float | None = None
 
     @property
     def descriptors(self) -> int:
@@ -156,7 +159,10 @@ class Pair:
     @property
     def pool_bytes(self) -> int:
         """Bytes of each side's pool: the largest case, once for every pull in flight."""
-        return self.slots * max(case.bytes for case in self.cases.values())
+        return max(self._slots(case) * case.bytes for case in self.cases.values())
+
+    def _slots(self, case: Case) -> int:
+        return case.in_flight or self.slots
 
     def __enter__(self) -> Pair:
         try:
@@ -201,7 +207,7 @@ class Pair:
         self.versions = initiator["versions"]
         lists = {}
         for case in self.cases.values():
-            offsets, lengths = case.offsets(self.slots)
+            offsets, lengths = case.offsets(self._slots(case))
             lists[case.name] = (offsets, lengths)
         self._ask(
             "initiator",
@@ -277,7 +283,8 @@ class Pair:
 
         :param verify: compare every byte that arrived with what the target holds; RunFailed on a difference
         """
-        n = self.slots if in_flight is None else in_flight
+        n = self._slots(case) if in_flight is None else in_flight
+        poll_ms = self.options.poll_interval_ms if case.poll_interval_ms is None else case.poll_interval_ms
         pairs = [case.indices(slot, self.rng) for slot in range(n)]
         limit = self.options.pull_time_limit_s
         self._ask("target", 10, op="serve")
@@ -287,7 +294,7 @@ class Pair:
             op="pull",
             case=case.name,
             indices=pairs,
-            poll_s=self.options.poll_interval_ms / 1e3,
+            poll_s=poll_ms / 1e3,
             pull_limit_s=limit,
             verify=verify,
         )
@@ -310,7 +317,7 @@ class Pair:
                     "xfer_us": one["xfer_us"],
                     "post_clock_us": one["post_clock_us"],
                     "xfer_clock_us": one["xfer_clock_us"],
-                    "poll_interval_us": self.options.poll_interval_ms * 1e3,
+                    "poll_interval_us": poll_ms * 1e3,
                     "in_flight": n,
                     "nixl_threads": self.options.nixl_threads,
                     "verified": True if verify else None,

@@ -10,6 +10,7 @@ import pandas as pd
 
 from kvlab.capture import ucx
 from kvlab.params import Arm
+from kvlab.pull import Pair
 from kvlab.runs import Run
 
 T = TypeVar("T")
@@ -100,3 +101,20 @@ def relative_logs(run: Run, logs: Mapping[str, Path]) -> dict[str, str]:
 def as_parameters(model: Any) -> dict[str, Any]:
     """Return a dataclass of resolved options as plain data for the manifest."""
     return dict(vars(model))
+
+
+def limit_rows(pair: Pair, size: int, repetition: int, memory: str) -> list[dict[str, object]]:
+    """Measure a plain copy and a plain TCP socket of ``size`` bytes: rows of table ``limits``."""
+    copy = "memory copy" if memory == "DRAM" else "device copy"
+    seconds = {copy: pair.copy_limit(size), "plain TCP socket": pair.socket_limit(size)}
+    return [
+        {
+            "name": name,
+            "kind": "memory" if name == copy else "socket",
+            "bytes": size,
+            "seconds": s,
+            "gb_per_s": size / s / 1e9,
+            "repetition": repetition,
+        }
+        for name, s in seconds.items()
+    ]

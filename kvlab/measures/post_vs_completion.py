@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from kvlab import kv_layout
-from kvlab.measures.common import as_parameters, progress, record_evidence, relative_logs
+from kvlab.measures.common import as_parameters, limit_rows, progress, record_evidence, relative_logs
 from kvlab.params import PostVsCompletion
 from kvlab.pull import Case, Options, Pair, Rows, check_memory
 from kvlab.runs import Run
@@ -51,7 +51,7 @@ def measure(params: PostVsCompletion, run: Run) -> None:
         stack.callback(rows.flush)
         for repetition in progress(range(-params.warmup, params.repetitions), "rounds"):
             if params.limits and repetition >= 0:
-                limits += _limits(next(iter(pairs.values())), largest, repetition, params.memory)
+                limits += limit_rows(next(iter(pairs.values())), largest, repetition, params.memory)
             for case in all_cases:
                 for number in rng.permutation(len(params.arms)):
                     pair = pairs[params.arms[number].label]
@@ -74,19 +74,3 @@ def measure(params: PostVsCompletion, run: Run) -> None:
         remote="cuda" if params.memory == "VRAM" else "host",
         descriptors=frame.groupby("arm")["descriptors"].sum().to_dict(),
     )
-
-
-def _limits(pair: Pair, size: int, repetition: int, memory: str) -> list[dict[str, object]]:
-    copy = "memory copy" if memory == "DRAM" else "device copy"
-    seconds = {copy: pair.copy_limit(size), "plain TCP socket": pair.socket_limit(size)}
-    return [
-        {
-            "name": name,
-            "kind": "memory" if name == copy else "socket",
-            "bytes": size,
-            "seconds": s,
-            "gb_per_s": size / s / 1e9,
-            "repetition": repetition,
-        }
-        for name, s in seconds.items()
-    ]
