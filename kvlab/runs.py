@@ -240,7 +240,7 @@ def create(
             "start": _now(),
             "pid": os.getpid(),
             # The folder's own place is not a parameter of the measurement.
-            "parameters": {k: v for k, v in params.items() if k != "run_dir"},
+            "parameters": provenance.redacted({k: v for k, v in params.items() if k != "run_dir"}),
             "commands": [],
             "provenance": provenance.collect(),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+from collections import Counter
 from pathlib import Path
 
 import great_tables as gt
@@ -17,7 +18,8 @@ from kvlab.runs import Run
 def about(run: Run) -> str:
     """Return a few lines on the run: what, where, how it ended."""
     m, p = run.manifest, run.manifest.get("provenance", {})
-    machine = [str(x) for x in (p.get("cpu"), f"{p.get('cores')} cores", p.get("gpus"), p.get("kernel")) if x]
+    gpus = [f"{n} x {name}" if n > 1 else name for name, n in Counter(p.get("gpus") or []).items()]
+    machine = [str(x) for x in (p.get("cpu"), f"{p.get('cores')} cores", *gpus, p.get("kernel")) if x]
     versions = p.get("versions", {})
     software = [f"{k} {v}" for k, v in versions.items() if v]
     return "\n".join(
