@@ -18,6 +18,7 @@ With state layers the block grows until an attention page holds a state (``_alig
 Two engines, two ways (both read in their source): vLLM 0.23 indexes K and V apart, two descriptors a
 page (FLASH_ATTN registers two tensors, FlashInfer's one is split by NixlConnector), and reads all
 regions for every group; vLLM 0.30 packs K and V into one page and leaves out what only padding uses.
+Not modelled: kernels that split a page (vLLM's kernel block sizes) and layouts with the block outermost.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import difflib
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,12 @@ ENGINES = {"vllm-0.23": (True, "all"), "vllm-0.30": (False, "shared")}
 DEFAULT_BLOCK, DEFAULT_MLA_BLOCK = 16, 64
 #: one layer in N is global where a config gives no layer_types (the classes' defaults in transformers)
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma4": 6, "gemma4_text": 6, "gpt_oss": 2, "cohere2": 4}
-#: keys that change what is cached in ways this module does not know -> what they mean
-_UNKNOWN = {
-    "attention_chunk_size": "chunked local attention",
-    "index_head_dim": "sparse attention with an indexer cache",
-    "hybrid_override_pattern": "a Mamba hybrid",
-    "layers_block_type": "a Mamba hybrid",
-    "mamba_d_state": "a Mamba hybrid",
-    "ssm_cfg": "a Mamba model",
-    "cross_attention_layers": "cross attention",
-}
+#: keys that change what is cached in ways this module does not know
+_UNKNOWN = (
+    *("attention_chunk_size", "index_head_dim", "sparse_attention_config", "linear_attn_config", "block_configs"),
+    *("hybrid_override_pattern", "hybrid_layer_pattern", "layers_block_type", "mamba_d_state", "ssm_cfg"),
+    *("cross_attention_layers", "is_encoder_decoder"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,7 @@ class Group:
     :ivar token_bytes: KV of one token in one layer (0 for a state)
     :ivar page_bytes: one block of one layer as it lies in memory, padding included
     :ivar pieces: sizes of the descriptors that one page is read as, bytes
+    :ivar window: tokens that a sliding layer keeps; None for the others
     """
 
     name: str
@@ -74,13 +72,12 @@ class Group:
     block_size: int
     token_bytes: int
     page_bytes: int
-    pieces: tuple[int, ...]
+    pieces: tuple[int, ...] = ()
     window: int | None = None
-    state: bool = False
 
     def blocks(self, tokens: int, extra: int) -> int:
         """Blocks that a prompt of ``tokens`` hands over in each layer."""
-        if self.state:
+        if not self.token_bytes:
             return 1
         held = -(-tokens // self.block_size)
         return held if self.window is None else min(held, -(-self.window // self.block_size) + extra)
@@ -99,15 +96,11 @@ class GroupPull:
 
 @dataclass(frozen=True)
 class PullShape:
-    """One decode rank's pull: all its descriptors and bytes, and each group's share.
-
-    ``descriptor_bytes`` is the size of the most frequent descriptor.
-    """
+    """One decode rank's pull: all its descriptors and bytes, and each group's share."""
 
     prompt_tokens: int
     descriptors: int
     bytes: int
-    descriptor_bytes: int
     groups: tuple[GroupPull, ...]
 
 
@@ -131,19 +124,15 @@ class Layout:
     groups: tuple[Group, ...]
     inferred: tuple[str, ...] = ()
 
-    @staticmethod
-    def names() -> list[str]:
-        """Return the names of the layouts that kvlab ships."""
-        return sorted(_shipped())
-
     @property
-    def global_bytes_per_token(self) -> int:
-        """Bytes on this rank that every prompt token adds (global and MLA layers)."""
+    def bytes_per_token(self) -> int:
+        """Bytes of KV on this rank that every further token adds once windows are full (global and MLA layers)."""
         return sum(g.layers * g.token_bytes for g in self.groups if g.window is None)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes on this rank of the sliding windows when full; they do not grow with the prompt beyond it."""
+        """Bytes of KV on this rank in the sliding windows when full; with :attr:`bytes_per_token` the KV
+        itself, where :meth:`pull` rounds up to blocks and counts padding."""
         return sum(g.layers * g.token_bytes * g.window for g in self.groups if g.window is not None)
 
     @property
@@ -154,48 +143,50 @@ class Layout:
     @property
     def state_bytes(self) -> int:
         """Bytes on this rank of recurrent state, the same for every prompt."""
-        return sum(g.layers * sum(g.pieces) for g in self.groups if g.state)
+        return sum(g.layers * sum(g.pieces) for g in self.groups if not g.token_bytes)
 
     def pull(self, prompt_tokens: int) -> PullShape:
         """Return the descriptors and bytes that a prompt of ``prompt_tokens`` hands to one rank.
 
         Before any merging: vLLM 0.30 and NIXL join neighbours where a fresh cache allows it.
         """
-        if isinstance(prompt_tokens, bool) or not isinstance(prompt_tokens, int) or prompt_tokens < 1:
-            raise BadInput(f"prompt_tokens: a whole number of tokens from 1 up is wanted (got {prompt_tokens!r})")
+        _whole(prompt_tokens, "prompt_tokens", f"layout {self.name}")
         parts = []
         for g in self.groups:
             blocks = g.blocks(prompt_tokens, self.extra_window_blocks)
             for size in dict.fromkeys(g.pieces):
                 n = blocks * g.slots * g.pieces.count(size)
                 parts.append(GroupPull(g.name, blocks, n, size, n * size))
-        most = max(parts, key=lambda p: p.descriptors)
         total, size = sum(p.descriptors for p in parts), sum(p.bytes for p in parts)
-        return PullShape(prompt_tokens, total, size, most.descriptor_bytes, tuple(parts))
+        return PullShape(prompt_tokens, total, size, tuple(parts))
 
     def table(self, prompt_lengths: Sequence[int]) -> pd.DataFrame:
         """Return a row a prompt length and layer group, then a row ``all`` with the sums."""
-        rows = []
+        rows: list[dict[str, Any]] = []
+        groups = {g.name: g for g in self.groups}
         for tokens in prompt_lengths:
             shape = self.pull(tokens)
             head = {"layout": self.name, "tp": self.tp, "dtype": self.dtype, "prompt_tokens": tokens}
-            groups = {g.name: g for g in self.groups}
             for p in shape.groups:
                 g = groups[p.name]
-                what = {"group": p.name, "layers": g.layers, "window_tokens": g.window, "block_size": g.block_size}
+                what = {"group": g.name, "layers": g.layers, "window_tokens": g.window, "block_size": g.block_size}
                 rows.append({**head, **what, **{k: v for k, v in vars(p).items() if k != "name"}})
             whole = {"group": "all", "layers": sum(g.layers for g in self.groups), "window_tokens": self.window_tokens}
-            size = {"descriptor_bytes": shape.descriptor_bytes, "bytes": shape.bytes}
-            rows.append({**head, **whole, "descriptors": shape.descriptors, **size})
-        whole_numbers = ("window_tokens", "block_size", "blocks")
-        return pd.DataFrame(rows).astype(dict.fromkeys(whole_numbers, "Int64"))
+            rows.append({**head, **whole, "descriptors": shape.descriptors, "bytes": shape.bytes})
+        not_in_all = ("window_tokens", "block_size", "blocks", "descriptor_bytes")
+        return pd.DataFrame(rows).astype(dict.fromkeys(not_in_all, "Int64"))
 
     def notes(self) -> list[str]:
         """Say what this layout takes for granted, one sentence each; what is inferred is marked so."""
-        apart = "two descriptors (K and V apart)" if self.kv_apart else "one descriptor (K and V together)"
-        said = [f"{self.name}: {self.source}", f"engine {self.engine}: a page is {apart}"]
+        said = [f"{self.name} is {self.model}: {self.source}"]
+        if any(g.name != "MLA" and g.token_bytes for g in self.groups):
+            said.append(f"K and V of a page are {'two descriptors' if self.kv_apart else 'one descriptor'}")
+        fixed = [g for g in self.groups if g.window is not None or not g.token_bytes]
+        if fixed:
+            n = sum(g.blocks(2**40, self.extra_window_blocks) * g.slots * len(g.pieces) for g in fixed)
+            said.append(f"{n:,} descriptors do not depend on the prompt (once it fills the window)")
         said += [
-            f"{g.name}: {g.slots} layers are pulled for {g.layers} of the model (padding of vLLM's layer groups)"
+            f"{g.name}: {g.slots} layers pulled for {g.layers} of the model (padding of layer groups, {self.engine})"
             for g in self.groups
             if g.slots != g.layers
         ]
@@ -208,57 +199,48 @@ def load(
     dtype: str = "bfloat16",
     block_size: int | None = None,
     tp: int = 1,
-    engine: str | None = None,
+    engine: str = "vllm-0.23",
     kv_apart: bool | None = None,
     extra_window_blocks: int | None = None,
-    cross_layers: bool = False,
 ) -> Layout:
     """Return the layout of a shipped model (``names()``), a hub id among them, or a config.json on disk.
 
     :param dtype: of the KV cache; ``auto`` takes the model's own
     :param block_size: tokens a block, as ``--block-size`` sets it, before vLLM evens the pages out
-    :param engine: one of :data:`ENGINES`; vllm-0.23 unless the shipped entry says otherwise
-    :param kv_apart: K and V in two descriptors or in one, where the engine's default does not fit
+    :param engine: one of :data:`ENGINES`
+    :param kv_apart: K and V in two descriptors or in one, where the engine's way does not fit
     :param extra_window_blocks: blocks that a sliding layer hands over beyond its window (vLLM: 1)
-    :param cross_layers: one descriptor a block over all layers (enable_cross_layers_blocks); needs one group
     :raises BadInput: an unknown name (the nearest are named), an unreadable or unknown config, a TP that
         does not divide the heads
     """
     name, entry = _entry(name_or_path)
-    config = entry["config"]
-    where = f"layout {name}"
-    for value, what, least in ((tp, "tp", 1), (block_size, "block_size", 1), (extra_window_blocks, "extra_window_blocks", 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise BadInput(f"{where}: {what} must be a whole number from {least} up (got {value!r})")
+    config, where = entry["config"], f"layout {name}"
+    _whole(tp, "tp", where)
+    asked = {"block_size": block_size, "kv_apart": kv_apart, "extra_window_blocks": extra_window_blocks}
+    for key, least in (("block_size", 1), ("extra_window_blocks", 0)):
+        if asked[key] is not None:
+            _whole(asked[key], key, where, least)
     own = _model_dtype(config)
     dtype = own if dtype == "auto" else dtype
-    if dtype not in DTYPE_BYTES:
-        raise BadInput(f"{where}: unknown KV dtype {dtype!r}; known: auto, {', '.join(DTYPE_BYTES)}")
-    reading = entry.get("reading", {})
-    engine = engine or reading.get("engine", "vllm-0.23")
-    if engine not in ENGINES:
-        raise BadInput(f"{where}: unknown engine {engine!r}; known: {', '.join(ENGINES)}")
-    asked = (block_size, kv_apart, extra_window_blocks)
+    for value, known, what in ((dtype, DTYPE_BYTES, "KV dtype"), (engine, ENGINES, "engine")):
+        if value not in known:
+            raise BadInput(f"{where}: unknown {what} {value!r}; known: {', '.join(known)}")
     apart, padding = ENGINES[engine]
-    kv_apart = apart if kv_apart is None else kv_apart
-    extra = reading.get("extra_window_blocks", 1) if extra_window_blocks is None else extra_window_blocks
-    groups = _groups(config, where, DTYPE_BYTES[dtype], DTYPE_BYTES[own], block_size or reading.get("block_size"), tp)
-    groups = [_pieces(_padded(g, groups, padding), kv_apart) for g in groups]
-    if cross_layers:
-        if len(groups) != 1:
-            raise BadInput(f"{where}: blocks across layers need layers of one kind; this model has {len(groups)}")
-        g = groups[0]
-        groups = [Group(g.name, 1, 1, g.block_size, g.layers * g.token_bytes, 0, (g.slots * g.page_bytes,), g.window)]
-    inferred = tuple(entry.get("inferred", ())) if asked == (None, None, None) else ()
-    source = entry.get("source", "")
-    return Layout(
-        name, entry.get("model", name), source, dtype, tp, engine, kv_apart, extra, tuple(groups), inferred
-    )
+    read = {"kv_apart": apart, "extra_window_blocks": 1, **entry.get("reading", {})}
+    read |= {k: v for k, v in asked.items() if v is not None}
+    groups = _groups(config, where, DTYPE_BYTES[dtype], DTYPE_BYTES[own], read.get("block_size"), tp)
+    slots = _slots([g.layers for g in groups], padding if all(g.token_bytes for g in groups) else "all")
+    groups = [
+        replace(g, slots=n, pieces=g.pieces or _pieces(g, read["kv_apart"])) for g, n in zip(groups, slots, strict=True)
+    ]
+    inferred = tuple(text for key, text in entry.get("inferred", {}).items() if asked.get(key) is None)
+    made = (dtype, tp, engine, read["kv_apart"], read["extra_window_blocks"], tuple(groups), inferred)
+    return Layout(name, entry["model"], entry["source"], *made)
 
 
 def names() -> list[str]:
     """Return the names of the layouts that kvlab ships."""
-    return Layout.names()
+    return sorted(_shipped())
 
 
 @functools.cache
@@ -269,13 +251,11 @@ def _shipped() -> dict[str, dict[str, Any]]:
 
 def _entry(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     name = str(name_or_path)
-    for short, entry in _shipped().items():
-        if name.lower() in (short, entry["model"].lower()):
-            return short, entry
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
+    known = {alias: short for short, e in _shipped().items() for alias in (short, e["model"].lower())}
+    if short := known.get(name.lower()):
+        return short, _shipped()[short]
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
-        known = {**{e["model"].lower(): s for s, e in _shipped().items()}, **{s: s for s in _shipped()}}
         near = list(dict.fromkeys(known[m] for m in difflib.get_close_matches(name.lower(), known, 3, 0.5)))
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names())}"
         raise BadInput(f"no layout and no config.json at {name!r}; {hint}")
@@ -289,136 +269,113 @@ def _entry(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     return label, {"model": label, "source": path.name, "config": config}
 
 
+def _whole(value: object, key: str, where: str, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadInput(f"{where}: {key} must be a whole number from {least} up (got {value!r})")
+    return value
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
 def _model_dtype(config: Mapping[str, Any]) -> str:
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    found = [c.get(k) for c in (text or {}, config) for k in ("dtype", "torch_dtype")]
-    return str(next((d for d in found if d in DTYPE_BYTES), "bfloat16"))
+    found = [c.get(k) for c in (_text(config), config) for k in ("dtype", "torch_dtype")]
+    return next((d for d in found if isinstance(d, str) and d in DTYPE_BYTES), "bfloat16")
 
 
-class _Config:
-    """A config's text part, read with one clear line where something is missing or odd."""
+def _number(config: Mapping[str, Any], where: str, key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise BadInput(
+            f"{where}: config.json has no {key!r}; where the hub's file leaves it to the class's default, "
+            "save the whole with transformers: AutoConfig.from_pretrained(...).save_pretrained(...)"
+        )
+    return _whole(value, key, where)
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        nested = config.get("text_config")
-        self.data: Mapping[str, Any] = nested if isinstance(nested, dict) else config
-        self.where = where
-        for key, meaning in _UNKNOWN.items():
-            if self.data.get(key):
-                raise BadInput(f"{where}: {key} means {meaning}, whose KV layout kvlab does not know")
-        if config.get("is_encoder_decoder"):
-            raise BadInput(f"{where}: an encoder-decoder model, whose KV layout kvlab does not know")
 
-    def number(self, key: str, default: int | None = None) -> int:
-        value = self.data.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise BadInput(
-                f"{self.where}: config.json has no {key!r}; where the hub's file leaves it to the class's default, "
-                "save the whole with transformers: AutoConfig.from_pretrained(...).save_pretrained(...)"
-            )
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadInput(f"{self.where}: {key} must be a whole number from 1 up (got {value!r})")
-        return value
-
-    def kinds(self) -> list[str]:
-        """Return full, sliding or linear for every layer that keeps KV of its own."""
-        n = self.number("num_hidden_layers")
-        listed = self.data.get("layer_types")
-        window = self.data.get("sliding_window")
-        pattern = self.data.get("sliding_window_pattern") or _PATTERNS.get(str(self.data.get("model_type")))
-        if listed is not None:
-            kinds = [str(k).removesuffix("_attention") for k in listed]
-            odd = [k for k in kinds if k not in ("full", "sliding", "linear")]
-            if odd or len(kinds) != n:
-                what = f"a layer of type {odd[0]!r}" if odd else f"{len(kinds)} layer_types for {n} layers"
-                raise BadInput(f"{self.where}: {what}, whose KV layout kvlab does not know")
-        elif self.data.get("full_attention_interval"):
-            every = self.number("full_attention_interval")
-            kinds = ["full" if (i + 1) % every == 0 else "linear" for i in range(n)]
-        elif not window or self.data.get("use_sliding_window") is False:
-            kinds = ["full"] * n
-        elif isinstance(pattern, int) and pattern > 0:
-            kinds = ["full" if (i + 1) % pattern == 0 else "sliding" for i in range(n)]
-        else:
-            first = self.number("max_window_layers") if "max_window_layers" in self.data else 0
-            kinds = ["full" if i < first else "sliding" for i in range(n)]
-        # Gemma 3n and the small Gemma 4: the last layers read the KV of earlier ones.
-        shared = self.data.get("num_kv_shared_layers") or 0
-        return kinds[: n - int(shared)]
+def _kinds(c: Mapping[str, Any], where: str) -> list[str]:
+    """Return full, sliding or linear for every layer that keeps KV of its own."""
+    n, family = _number(c, where, "num_hidden_layers"), str(c.get("model_type"))
+    listed, pattern = c.get("layer_types"), c.get("sliding_window_pattern") or _PATTERNS.get(family)
+    # Qwen's classes leave the window off unless told to use it.
+    windowed = c.get("sliding_window") and c.get("use_sliding_window", not family.startswith("qwen"))
+    if listed is not None:
+        kinds = [str(k).removesuffix("_attention") for k in listed]
+        odd = [k for k in kinds if k not in ("full", "sliding", "linear")]
+        if odd or len(kinds) != n:
+            what = f"a layer of type {odd[0]!r}" if odd else f"{len(kinds)} layer_types for {n} layers"
+            raise BadInput(f"{where}: {what}, whose KV layout kvlab does not know")
+    elif c.get("full_attention_interval"):
+        every = _number(c, where, "full_attention_interval")
+        kinds = ["linear" if (i + 1) % every else "full" for i in range(n)]
+    elif not windowed:
+        kinds = ["full"] * n
+    elif isinstance(pattern, int) and pattern > 0:
+        kinds = ["sliding" if (i + 1) % pattern else "full" for i in range(n)]
+    else:
+        kinds = ["full" if i < (c.get("max_window_layers") or 0) else "sliding" for i in range(n)]
+    # Gemma 3n and the small Gemma 4: the last layers read the KV of earlier ones.
+    return kinds[: n - _whole(c.get("num_kv_shared_layers") or 0, "num_kv_shared_layers", where, 0)]
 
 
 def _groups(
     config: Mapping[str, Any], where: str, size: int, state_size: int, block_size: int | None, tp: int
 ) -> list[Group]:
-    """Read the layer kinds and even their pages out as vLLM does; no padding, no pieces yet."""
-    c = _Config(config, where)
-    kinds = c.kinds()
-    count = {k: kinds.count(k) for k in dict.fromkeys(kinds)}
-    if c.data.get("kv_lora_rank"):
-        latent = c.number("kv_lora_rank") + c.number("qk_rope_head_dim")
+    """Read the layer kinds and even their pages out as vLLM does; no padding of groups, K and V not split yet."""
+    c = _text(config)
+    if odd := [key for key in _UNKNOWN if c.get(key) or config.get(key)]:
+        raise BadInput(f"{where}: {odd[0]} in config.json changes the KV cache in a way that kvlab does not know")
+    get = functools.partial(_number, c, where)
+    kinds = _kinds(c, where)
+    if c.get("kv_lora_rank"):
+        latent = (get("kv_lora_rank") + get("qk_rope_head_dim")) * size
         block = block_size or DEFAULT_MLA_BLOCK
-        return [Group("MLA", len(kinds), len(kinds), block, latent * size, block * latent * size, ())]
-    block = block_size or DEFAULT_BLOCK
-    heads = c.number("num_attention_heads")
-    kv_heads = c.number("num_key_value_heads", heads)
-    head_dim = c.number("head_dim", c.number("hidden_size", 0 or None) // heads if not c.data.get("head_dim") else None)
-    if c.number("v_head_dim", head_dim) != head_dim:
+        return [Group("MLA", len(kinds), 0, block, latent, block * latent)]
+    block, gemma4 = block_size or DEFAULT_BLOCK, str(c.get("model_type")).startswith("gemma4")
+    heads = get("num_attention_heads")
+    head_dim = get("head_dim") if c.get("head_dim") else get("hidden_size") // heads
+    if get("v_head_dim", head_dim) != head_dim:
         raise BadInput(f"{where}: values of another width than keys (v_head_dim), which kvlab does not know")
     groups = []
-    for kind, layers in count.items():
-        if kind == "linear":
-            continue
-        own_heads, own_dim = kv_heads, head_dim
-        if kind == "full" and "sliding" in count:
-            own_dim = c.number("global_head_dim", head_dim)
-            if c.data.get("attention_k_eq_v", True):
-                own_heads = c.number("num_global_key_value_heads", kv_heads)
-        token = 2 * _heads_per_rank(own_heads, tp, where) * own_dim * size
-        window = c.number("sliding_window") if kind == "sliding" else None
-        name = "global" if kind == "full" else "sliding"
-        groups.append(Group(name, layers, layers, block, token, block * token, (), window))
+    for kind, name in (("full", "global"), ("sliding", "sliding")):
+        own_heads, own_dim = get("num_key_value_heads", heads), head_dim
+        if kind == "full" and "sliding" in kinds:
+            own_dim = get("global_head_dim", 512 if gemma4 else head_dim)
+            if c.get("attention_k_eq_v", not gemma4):  # Gemma4TextConfig.__post_init__: the gate, off by default
+                own_heads = get("num_global_key_value_heads", own_heads)
+        if n := kinds.count(kind):
+            token = 2 * _heads_per_rank(own_heads, tp, where) * own_dim * size
+            window = get("sliding_window") if kind == "sliding" else None
+            groups.append(Group(name, n, 0, block, token, block * token, window=window))
     if not groups:
         raise BadInput(f"{where}: a model without attention layers, whose KV layout kvlab does not know")
-    groups.sort(key=lambda g: g.name)
-    if "linear" in count:
-        return _with_state(c, groups, count["linear"], state_size, tp)
-    if len(groups) > 1:
-        page = max(g.page_bytes for g in groups)
-        even = [page // g.page_bytes if page % g.page_bytes == 0 else 1 for g in groups]
-        groups = [
-            Group(g.name, g.layers, g.layers, g.block_size * by, g.token_bytes, page, (), g.window)
-            for g, by in zip(groups, even, strict=True)
-        ]
-    return groups
+    if states := kinds.count("linear"):
+        if len(groups) > 1:
+            raise BadInput(f"{where}: state layers beside sliding ones, whose KV layout kvlab does not know")
+        return _with_state(get, where, groups[0], states, (state_size, str(c.get("mamba_ssm_dtype"))), tp)
+    page = max(g.page_bytes for g in groups)
+    even = [page // g.page_bytes if page % g.page_bytes == 0 else 1 for g in groups]
+    return [replace(g, block_size=g.block_size * n, page_bytes=page) for g, n in zip(groups, even, strict=True)]
 
 
-def _with_state(c: _Config, groups: list[Group], layers: int, size: int, tp: int) -> list[Group]:
+def _with_state(get: Any, where: str, g: Group, layers: int, dtypes: tuple[int, str], tp: int) -> list[Group]:
     """Add the gated delta net's states and grow the attention block until a page holds one.
 
-    Shapes: MambaStateShapeCalculator.gated_delta_net_state_shape in vLLM.
+    Shapes: MambaStateShapeCalculator.gated_delta_net_state_shape in vLLM; the convolution's state is read as
+    three descriptors (query, key, value), the recurrent one as one.
     """
-    if len(groups) > 1:
-        raise BadInput(f"{c.where}: state layers beside sliding ones, whose KV layout kvlab does not know")
-    k_heads, v_heads = c.number("linear_num_key_heads"), c.number("linear_num_value_heads")
-    k_dim, v_dim = c.number("linear_key_head_dim"), c.number("linear_value_head_dim")
+    k_heads, v_heads = get("linear_num_key_heads"), get("linear_num_value_heads")
     if k_heads % tp or v_heads % tp:
-        raise BadInput(f"{c.where}: tp {tp} does not divide the {k_heads} and {v_heads} heads of its linear attention")
-    kept = (c.number("linear_conv_kernel_dim") - 1) * size // tp
-    ssm_size = DTYPE_BYTES.get(str(c.data.get("mamba_ssm_dtype")), size)
-    pieces = (
-        k_heads * k_dim * kept,
-        k_heads * k_dim * kept,
-        v_heads * v_dim * kept,
-        v_heads // tp * v_dim * k_dim * ssm_size,
-    )
-    g = groups[0]
-    block = g.block_size * -(-sum(pieces) // (g.block_size * g.token_bytes))
-    block = max(block, g.block_size)
+        raise BadInput(f"{where}: tp {tp} does not divide the {k_heads} and {v_heads} heads of its linear attention")
+    k, v = k_heads // tp * get("linear_key_head_dim"), v_heads // tp * get("linear_value_head_dim")
+    kept = (get("linear_conv_kernel_dim") - 1) * dtypes[0]
+    pieces = (k * kept, k * kept, v * kept, v * get("linear_key_head_dim") * DTYPE_BYTES.get(dtypes[1], dtypes[0]))
+    block = g.block_size * -(-sum(pieces) // g.page_bytes)
     page = block * g.token_bytes
-    return [
-        Group(g.name, g.layers, g.layers, block, g.token_bytes, page, ()),
-        Group("state", layers, layers, block, 0, page, pieces, state=True),
-    ]
+    return [replace(g, block_size=block, page_bytes=page), Group("state", layers, 0, block, 0, page, pieces)]
 
 
 def _heads_per_rank(kv_heads: int, tp: int, where: str) -> int:
@@ -428,25 +385,15 @@ def _heads_per_rank(kv_heads: int, tp: int, where: str) -> int:
     return max(1, kv_heads // tp)
 
 
-def _padded(g: Group, groups: Sequence[Group], padding: str) -> Group:
-    """Count the layer slots that are pulled for ``g``, padding of vLLM's equal-sized layer groups included."""
-    if len(groups) == 1 or g.state:
-        return g
-    counts = [x.layers for x in groups]
+def _slots(counts: Sequence[int], padding: str) -> list[int]:
+    """Return the layers that are pulled for each kind, padding of vLLM's equal-sized layer groups included."""
+    if len(counts) == 1:
+        return list(counts)
     size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
-    lengths: list[list[int]] = []
-    for n in counts:
-        many = -(-n // size)
-        lengths.append([-(-(n - i) // many) for i in range(many)])
+    lengths = [[-(-(n - i) // -(-n // size)) for i in range(-(-n // size))] for n in counts]
     everywhere = size if padding == "all" else sorted(x for one in lengths for x in one)[-2]
-    if any(x.state for x in groups):
-        everywhere = 0
-    slots = sum(max(x, everywhere) for x in lengths[groups.index(g)])
-    return Group(g.name, g.layers, slots, g.block_size, g.token_bytes, g.page_bytes, g.pieces, g.window)
+    return [sum(max(x, everywhere) for x in one) for one in lengths]
 
 
-def _pieces(g: Group, kv_apart: bool) -> Group:
-    if g.state:
-        return g
-    pieces = (g.page_bytes // 2,) * 2 if kv_apart and g.name != "MLA" else (g.page_bytes,)
-    return Group(g.name, g.layers, g.slots, g.block_size, g.token_bytes, g.page_bytes, pieces, g.window)
+def _pieces(g: Group, kv_apart: bool) -> tuple[int, ...]:
+    return (g.page_bytes // 2,) * 2 if kv_apart and g.name != "MLA" else (g.page_bytes,)
