@@ -60,8 +60,9 @@ def load(requests: pd.DataFrame | pa.Table) -> tuple[pd.DataFrame, pa.ChunkedArr
     table: Any = requests
     if isinstance(requests, pd.DataFrame):
         frame = requests.drop(columns="gaps_ms", errors="ignore")
-        lists = [requests["gaps_ms"]] if "gaps_ms" in requests else []
-        table = pa.table({"gaps_ms": pa.array(x, pa.list_(pa.float64()), from_pandas=True) for x in lists})
+        lists = requests["gaps_ms"] if "gaps_ms" in requests else []
+        array = pa.array(lists, pa.list_(pa.float64()), from_pandas=True)
+        table = pa.table({"gaps_ms": array} if "gaps_ms" in requests else {})
     else:
         frame = table.select([c for c in table.column_names if c != "gaps_ms"]).to_pandas()
     gaps = table["gaps_ms"] if "gaps_ms" in table.column_names else None
@@ -149,8 +150,7 @@ def grid(
         # Counts as a product of two truth matrices; float64 so that they stay whole.
         passed = (ttft[:, None] <= first).astype(float).T @ (stall[:, None] <= gap).astype(float)
         cells = pd.MultiIndex.from_product([first, gap], names=["ttft_limit_ms", "gap_limit_ms"]).to_frame(index=False)
-        cells["config"], cells["load"] = name, at
-        parts.append(cells.assign(n=len(g), passed=passed.ravel().astype(int)))
+        parts.append(cells.assign(config=str(name), load=float(str(at)), n=len(g), passed=passed.ravel().astype(int)))
     every = pd.concat(parts, ignore_index=True)
     every["low"], every["high"] = wilson(every["passed"], every["n"])
     known = [every["low"] >= NEEDED, every["high"] < NEEDED]
