@@ -1,0 +1,109 @@
+"""Runs one command and lets nothing of it survive: ``python guard.py LIFELINE GRACE_S COMMAND...``.
+
+LIFELINE is the read end of a pipe whose write end only kvlab has.  When kvlab ends in whatever way, SIGKILL
+included, the kernel closes that end and everything is killed at once.  SIGTERM is passed on to the command,
+which has GRACE_S seconds to close (UCX prints what it used only then).  When the command has ended by itself
+the guard kills what it left and ends with its code, 128 + N for signal N.
+
+The guard is a child subreaper (prctl(2)): a process whose parent died becomes its child, so an engine's workers
+cannot get away, whatever session they made.  Shared memory that only the killed had open is removed.
+
+It runs as a file, with the standard library alone (``-S -E``): it starts in milliseconds at any place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SHM = "/dev/shm/"
+
+
+def descendants(root: int) -> list[int]:
+    """Return the pids of all living processes below ``root``."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                # After the command in brackets, which may hold anything: state, parent.
+                state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(name))
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _shared_memory(pids: list[int]) -> set[str]:
+    files = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        files |= {line[line.index(_SHM) :] for line in lines if _SHM in line and not line.endswith("(deleted)")}
+    return files
+
+
+def kill_below(root: int) -> None:
+    """SIGKILL everything below ``root`` until nothing is left, then remove the shared memory that only it had."""
+    files: set[str] = set()
+    deadline = time.monotonic() + 10
+    while (pids := descendants(root)) and time.monotonic() < deadline:
+        files |= _shared_memory(pids)
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        time.sleep(0.02)
+    others = _shared_memory([int(n) for n in os.listdir("/proc") if n.isdigit()]) if files else set()
+    for path in files - others:
+        try:
+            os.unlink(path)
+        except OSError:
+            continue
+
+
+def main(lifeline: int, grace_s: float, argv: list[str]) -> int:
+    """Guard ``argv``; return its exit code."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    asked_in, asked = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.write(asked, b"x"))
+
+    def own() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # if even the guard is killed
+
+    try:
+        child = subprocess.Popen(argv, preexec_fn=own)
+    except OSError as error:
+        print(f"error: cannot start {argv[0]}: {error.strerror}", flush=True)
+        return 127
+    ended = os.pidfd_open(child.pid)
+    ready = select.select([lifeline, asked_in, ended], [], [])[0]
+    if asked_in in ready and lifeline not in ready:
+        child.terminate()
+        select.select([lifeline, ended], [], [], grace_s)
+    code = child.poll()
+    kill_below(os.getpid())
+    if code is None:
+        code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

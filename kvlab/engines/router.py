@@ -1,0 +1,59 @@
+"""vllm-router in front of the engines: 1P1D, xPyD, or round robin over replicas.
+
+Its limits, seen with 0.1.17: the first request of each prefill/decode pair is slow (NIXL's handshake, up to 20 s on
+two cores), so kvlab sends one before it says ready; it looks for workers every 30 s unless told; its policies
+choose prefill and decode engines apart from each other, so with xPyD the pair of a request is not in its answer;
+failed requests are tried again unless ``--disable-retries`` is there, which would hide a failed pull; a request
+that it cannot place waits in a queue of 100, then gets 429.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from kvlab.engines.vllm import Command
+from kvlab.errors import BadInput
+from kvlab.params import Env, Strict, Text, Whole, _structured
+
+
+class Router(Strict):
+    """vllm-router; prefill and decode engines among the specs make it disaggregate, replicas round robin."""
+
+    policy: Text = "round_robin"
+    host: Text = "127.0.0.1"
+    port: Whole = 0
+    env: Env = {}
+    extra: Annotated[list[Text], BeforeValidator(_structured)] = []
+
+
+def command(
+    router: Router, engines: Sequence[Command], ports: Iterator[int], logs: Path, python: str = sys.executable
+) -> Command:
+    """Return the router's command for the engines' commands; BadInput for roles that do not go together."""
+    urls = {role: [e.url for e in engines if e.role == role] for role in ("prefill", "decode", "replica")}
+    pair, replicas = bool(urls["prefill"] and urls["decode"]), bool(urls["replica"])
+    if pair == replicas or bool(urls["prefill"]) != bool(urls["decode"]):
+        raise BadInput("a router needs prefill and decode engines, or replicas alone; it cannot mix them")
+    words = [python, "-m", "vllm_router.launch_router", "--host", router.host]
+    port = router.port or next(ports)
+    words += ["--port", str(port), "--policy", router.policy, "--prometheus-port", str(next(ports))]
+    words += ["--worker-startup-check-interval", "1", "--disable-retries", "--log-level", "warning"]
+    if pair:
+        words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        words += [word for role in ("prefill", "decode") for url in urls[role] for word in (f"--{role}", url)]
+    else:
+        words += ["--worker-urls", *urls["replica"]]
+    return Command(
+        name="router",
+        role="router",
+        argv=(*words, *router.extra),
+        env={"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **router.env},
+        url=f"http://{router.host if router.host != '0.0.0.0' else '127.0.0.1'}:{port}",
+        log=logs / "router.log",
+        model=engines[0].model,
+    )
