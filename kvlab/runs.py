@@ -225,6 +225,7 @@ def create(
     :raises BadInput: when the folder cannot be made or holds a run already
     """
     from kvlab.capture import provenance
+    from kvlab.capture.redact import redacted
 
     path = new_folder(experiment, out=out, run_dir=run_dir, label=label)
     try:
@@ -240,7 +241,7 @@ def create(
             "start": _now(),
             "pid": os.getpid(),
             # The folder's own place is not a parameter of the measurement.
-            "parameters": provenance.redacted({k: v for k, v in params.items() if k != "run_dir"}),
+            "parameters": redacted({k: v for k, v in params.items() if k != "run_dir"}),
             "commands": [],
             "provenance": provenance.collect(),
         }

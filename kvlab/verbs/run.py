@@ -8,13 +8,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from kvlab import experiments, params, runs
+from kvlab.capture.provenance import committed_unchanged
+from kvlab.capture.redact import redact, redacted
 from kvlab.errors import CONTRADICTED, FAILED, INTERRUPTED, OUTCOME_EXIT, BadInput, KvlabError
 
 
@@ -74,10 +76,16 @@ def main(args: argparse.Namespace) -> int:
         experiments.require(experiment)
     folder = _reserve(experiment.name, chosen)
     chosen.run_dir = str(folder)
+    protocol = {
+        "command": redact(["kvlab", *sys.argv[1:]]),
+        "parameter_file": str(path) if path else None,
+        # Of the time before the run, and None where no git can tell.
+        "parameter_file_committed": committed_unchanged(path) if path else None,
+    }
     try:
         text = _measure(chosen) if args.measure_only else _execute(experiment, chosen, folder)
     finally:
-        _settle(folder, path)
+        _settle(folder, protocol)
     return _finish(experiment, folder, text)
 
 
@@ -167,18 +175,23 @@ def _execute(experiment: experiments.Experiment, chosen: params.Experiment, fold
     return ""
 
 
-def _settle(folder: Path, path: Path | None) -> None:
-    """Give the manifest an outcome when the process that should have done it is gone."""
-    manifest = folder / "manifest.json"
-    if not manifest.exists():
+def _settle(folder: Path, protocol: dict[str, Any]) -> None:
+    """Give the manifest an outcome when the process that should have done it is gone; hide secrets."""
+    notebook = folder / "notebook.ipynb"
+    with suppress(FileNotFoundError, ValueError):  # there may be none, or half of one when the disk is full
+        document = json.loads(notebook.read_text("utf-8"))
+        # papermill writes the parameters, environments of arms included, into a cell and into the metadata.
+        for cell in document["cells"]:
+            if "injected-parameters" in cell["metadata"].get("tags", []):
+                cell["source"] = redact("".join(cell["source"]))
+        document["metadata"] = redacted(document["metadata"])
+        runs.write_atomic(notebook, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+    if not (folder / "manifest.json").exists():
         return
     run = runs.Run(folder, frozen=False)
     if run.manifest.get("outcome") == runs.RUNNING:
         run.update(outcome="failed", error="the measuring process ended without a word (killed, or out of memory)")
-    run.update(
-        command=["kvlab", *sys.argv[1:]],
-        parameter_file=str(path) if path else None,
-    )
+    run.update(**protocol)
 
 
 def _finish(experiment: experiments.Experiment, folder: Path, text: str) -> int:

@@ -86,6 +86,18 @@ def test_replay_renders_everything_and_leaves_the_recording_alone(here):
     assert "http" not in Path(doc["report"]).read_text().split("<body>")[0]
 
 
+def test_a_secret_in_an_arm_stays_out_of_the_run_folder(here):
+    recording = experiments.recordings(PVC)[-1]
+    arms = "[{label: a, env: {HF_TOKEN: planted-Zx9, UCX_TLS: tcp}}]"
+    done = kvlab("run", PVC, "--replay", recording, "-p", f"arms={arms}", cwd=here)
+    assert done.returncode == 0, done.stderr
+    folder = Path(last(done)["run"])
+    assert [p.name for p in folder.rglob("*") if p.is_file() and b"planted-Zx9" in p.read_bytes()] == []
+    assert "HF_TOKEN" in (folder / "notebook.ipynb").read_text()
+    command = json.loads((folder / "manifest.json").read_text())["command"]
+    assert "HF_TOKEN: REDACTED" in command and "UCX_TLS: tcp" in command
+
+
 @pytest.mark.live
 def test_live_run_over_shared_memory_and_tcp(here):
     done = kvlab("run", PVC, *SMALL, cwd=here)
