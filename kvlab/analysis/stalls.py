@@ -60,9 +60,8 @@ def load(requests: pd.DataFrame | pa.Table) -> tuple[pd.DataFrame, pa.ChunkedArr
     table: Any = requests
     if isinstance(requests, pd.DataFrame):
         frame = requests.drop(columns="gaps_ms", errors="ignore")
-        lists = requests["gaps_ms"] if "gaps_ms" in requests else []
-        array = pa.array(lists, pa.list_(pa.float64()), from_pandas=True)
-        table = pa.table({"gaps_ms": array} if "gaps_ms" in requests else {})
+        lists = {c: pa.array(requests[c], pa.list_(pa.float64()), from_pandas=True) for c in requests if c == "gaps_ms"}
+        table = pa.table(lists)
     else:
         frame = table.select([c for c in table.column_names if c != "gaps_ms"]).to_pandas()
     gaps = table["gaps_ms"] if "gaps_ms" in table.column_names else None

@@ -25,6 +25,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from kvlab.kv_layout import Layout
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -77,6 +79,14 @@ PUBLISHED = Model(
 )
 #: rate at which the published curve was drawn: 11.449 us a token of 20,480 B (the text gives 14.97 at low load)
 PUBLISHED_GBPS, PUBLISHED_GAP_MS = 14.3, 50.0
+
+
+def with_layout(m: Model, layout: Layout) -> Model:
+    """Return ``m`` with the KV bytes of a layout (:func:`kvlab.kv_layout.load`, TP 1); a state counts as a window."""
+    far = 1 << 20
+    at, twice = layout.pull(far).bytes, layout.pull(2 * far).bytes
+    token = (twice - at) / far
+    return replace(m, token_bytes=token, window_bytes=at - token * far, window_tokens=layout.window_tokens or 1)
 
 
 def step_ms(m: Model, prefix: ArrayLike, chunk: ArrayLike) -> Floats:
