@@ -21,7 +21,11 @@ from kvlab.capture import ucx_build
 _FIRST = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF, "user": 0xEFFFFFFD}
 #: bits of a capability set (include/uapi/linux/capability.h)
 _CAPABILITIES = {"ipc_lock": 14, "sys_ptrace": 19}
-_ENVIRONMENT = re.compile(r"(UCX|NIXL|VLLM_NIXL)_\w+|CUDA_VISIBLE_DEVICES|PYTORCH(_CUDA)?_ALLOC_CONF")
+#: never a secret
+_ENVIRONMENT = re.compile(
+    r"(?!.*(?:SECRET|TOKEN|PASS|KEY))(?:(UCX|NIXL|VLLM_NIXL)_\w+|CUDA_VISIBLE_DEVICES|PYTORCH(_CUDA)?_ALLOC_CONF)"
+)
+_GPU_QUERY = ["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
 #: link of ``nvidia-smi topo -m`` -> what is between two devices
 LINKS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "several PCIe switches", "PHB": "a PCIe host bridge",
          "NODE": "the PCIe of one NUMA node", "SYS": "the link between CPU sockets"}  # fmt: skip
@@ -45,8 +49,7 @@ def facts(root: Path = Path("/"), env: Mapping[str, str] | None = None, command:
     return {
         "nixl": _nixl(),
         "ucx": ucx_build.look(plain),
-        "gpus": gpus(command("nvidia-smi --query-gpu=index,name,memory.total,driver_version "
-                             "--format=csv,noheader,nounits".split()), command(["nvidia-smi", "nvlink", "--status"])),
+        "gpus": gpus(command(_GPU_QUERY), command(["nvidia-smi", "nvlink", "--status"])),
         "topology": topology(command(["nvidia-smi", "topo", "-m"])),
         "nvidia_devices": len(list((root / "dev").glob("nvidia[0-9]*"))),
         "amd": (root / "dev/kfd").exists(),
@@ -110,13 +113,13 @@ def _nixl_variables(folder: Path) -> list[str]:
     """Return whole names of environment variables in NIXL's libraries; compilers split some, so others exist."""
     found: set[str] = set()
     for path in [*folder.glob("*.so*"), *folder.parent.parent.glob(".nixl_cu*/libnixl*.so*")]:
-        found |= {n.decode() for n in re.findall(rb"(?<=\0)(NIXL_[A-Z][A-Z0-9_]+)(?=\0)", path.read_bytes())}
+        found |= {n.decode() for n in re.findall(rb"(?<=\0)(NIXL_[A-Z][A-Z0-9_]{2,40})(?=\0)", path.read_bytes())}
     return sorted(n for n in found if not n.startswith("NIXL_ERR_"))
 
 
 def gpus(listing: str, nvlink: str) -> list[dict[str, Any]]:
     """Read ``nvidia-smi --query-gpu`` and ``nvidia-smi nvlink --status``: NVLinks that are up and in all, by GPU."""
-    found = []
+    found: list[dict[str, Any]] = []
     for line in listing.splitlines():
         cells = [c.strip() for c in line.split(",")]
         if len(cells) == 4 and cells[0].isdigit():
@@ -138,7 +141,7 @@ def gpus(listing: str, nvlink: str) -> list[dict[str, Any]]:
 def topology(text: str) -> dict[str, dict[str, str]]:
     """Read the matrix of ``nvidia-smi topo -m``: device -> device -> NV18, PIX, PXB, PHB, NODE or SYS."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", x) for x in text.splitlines()]
-    names = dict(m.groups() for x in lines if (m := re.match(r"\s+(NIC\d+): (\S+)", x)))
+    names = {m[1]: m[2] for x in lines if (m := re.match(r"\s+(NIC\d+): (\S+)", x))}
     head = next((x.split() for x in lines if re.match(r"\s+GPU\d", x)), [])
     columns = [c for c in head if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", c)]
     found = {}

@@ -1,0 +1,429 @@
+"""What will carry a KV pull on this machine, and what is in the way: rules over the facts of a machine.
+
+:mod:`kvlab.predict` says what UCX should choose for a READ under an arm's environment; :func:`probe` pulls a few
+blocks and reads what UCX did choose; :func:`judge` applies the rules.  Rules are pure functions of recorded facts
+(:func:`kvlab.capture.machine.facts`), so a machine that is not at hand can be judged too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlab.capture import ucx
+from kvlab.capture.carrier import ALIASES, COPIES
+from kvlab.capture.machine import LINKS
+from kvlab.errors import KvlabError
+from kvlab.params import Arm, Experiment
+from kvlab.predict import (
+    GPU_ALIASES,
+    MESSAGES,
+    MODULE,
+    Facts,
+    Prediction,
+    allowed,
+    gpu_reads,
+    members,
+    named,
+    off,
+    predict,
+    vmm,
+)
+
+#: a rule's test: what is wrong (nothing: the rule does not hold), of a machine's facts or of a :class:`View`
+Test = Callable[[Any], str | list[str] | None]
+#: names that NIXL reads (docs.nvidia.com/nixl/resources/environment-variables); compilers hide some in its libraries
+_NIXL_NAMES = [f"NIXL_{n}" for n in (
+    "LOG_LEVEL", "PLUGIN_DIR", "CONFIG_FILE", "DISABLE_CUDA_ADDR_WA", "ETCD_ENDPOINTS", "ETCD_NAMESPACE",
+    "TELEMETRY_DIR", "TELEMETRY_ENABLE", "TELEMETRY_BUFFER_SIZE", "TELEMETRY_RUN_INTERVAL", "TELEMETRY_EXPORTER",
+    "TELEMETRY_PROMETHEUS_PORT", "TELEMETRY_PROMETHEUS_LOCAL", "UCX_DEEPBIND", "DEBUG_LOGGING")]  # fmt: skip
+_VLLM_NAMES = ["VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"]
+_MIB, _4M = 1 << 20, 4 << 20
+
+
+# ------------------------------------------------------------------------------------------------ probe
+
+
+def probe(params: Experiment, arm: Arm, size: int) -> dict[str, Any]:
+    """Pull a few blocks of ``size`` bytes over the arm and return what UCX's table says, or the error."""
+    from kvlab.pull import Case, Options, Pair
+
+    memory = getattr(params, "memory", "DRAM")
+    case = Case("probe", ((max(4, min(64, 64 * _MIB // size)), size),))
+    kind = "cuda" if memory == "VRAM" else "host"
+    found: dict[str, Any] = {"transport": None, "emulated": None, "verdict": "", "gb_per_s": None, "error": None}
+    options = Options.of(params, arm) if hasattr(params, "progress_thread") else Options(memory=memory)  # type: ignore[arg-type]
+    options.pull_time_limit_s = 20
+    with tempfile.TemporaryDirectory(prefix="kvlab-check-") as folder:
+        try:
+            with Pair(arm, options, [case], Path(folder)) as pair:
+                pair.pull(case, verify=True)
+                row = pair.pull(case)[0]
+        except KvlabError as error:
+            return found | {"error": re.sub(r" \(log: [^)]*\)", "", str(error)).removeprefix(f"arm {arm.label!r}: ")}
+        pull = ucx.read([pair.logs["initiator"]], descriptor_bytes=size, local=kind, remote=kind).pull
+    rate = round(row["bytes"] / row["xfer_us"] / 1e3, 2)
+    return found | {"transport": pull.transport, "emulated": pull.emulated, "verdict": pull.verdict, "gb_per_s": rate}
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+@dataclass(frozen=True)
+class View:
+    """One arm as the rules see it: the reading side's whole environment, the prediction, the probe."""
+
+    facts: Facts
+    label: str
+    arm: Arm
+    memory: str = "DRAM"
+    size: int = 131072
+    gpus: tuple[int, int] = (0, 0)
+    probe: Mapping[str, Any] | None = None
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of the initiator, which reads and so decides."""
+        return {**self.facts["environment"], **self.arm.env, **self.arm.initiator_env}
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What should carry the pull; None where there is no UCX to ask."""
+        return predict(self.facts, self.env, self.memory) if self.facts["ucx"] else None
+
+    @property
+    def here(self) -> set[str]:
+        """Transports that this UCX has on this machine, whatever the arm allows."""
+        return {t.split("/")[0] for t in self.facts["ucx"]["transports"]} if self.facts["ucx"] else set()
+
+    @property
+    def names(self) -> list[str]:
+        """What UCX_TLS asks for; nothing where it only excludes."""
+        tls = self.env.get("UCX_TLS", "")
+        return [] if tls.startswith("^") else named(tls)
+
+    @property
+    def segment(self) -> str | None:
+        """UCX's default TCP segment."""
+        default: str | None = self.facts["ucx"]["variables"].get("UCX_TCP_TX_SEG_SIZE") if self.facts["ucx"] else None
+        return default
+
+    def allows(self, transport: str) -> bool:
+        """Whether the arm's UCX_TLS lets ``transport`` through."""
+        return transport in allowed(self.env.get("UCX_TLS", "all"), {transport})
+
+    def claims(self, name: str) -> bool:
+        """Whether the arm's label claims ``name``."""
+        return bool(self.arm.expect) and ucx.agrees(name, self.arm.expect)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A known trap: ``of`` machine or arm; ``weight`` blocks (the arm cannot do what it claims), trap or note."""
+
+    id: str
+    of: str
+    weight: str
+    test: Test
+    what: str
+    remedy: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that holds here."""
+
+    rule: str
+    weight: str
+    arm: str | None
+    text: str
+    remedy: str
+    source: str
+
+
+def misspelt(facts: Facts, names: Iterable[str]) -> list[str]:
+    """Compare variables with those that UCX, NIXL and vLLM know; only near misses are named (UCX_HOME is nobody's)."""
+    lists = {
+        "UCX_": list((facts["ucx"] or {}).get("variables", [])),
+        "NIXL_": [*_NIXL_NAMES, *(facts["nixl"] or {}).get("variables", [])],
+        "VLLM_NIXL_": _VLLM_NAMES,
+    }
+    found = []
+    for name in names:
+        known = next((v for prefix, v in lists.items() if name.startswith(prefix)), [])
+        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.85)
+        found += [f"{name}: {near[0]}?"] if near else []
+    return found
+
+
+def _unknown(a: View) -> list[str]:
+    known = {*ALIASES, *GPU_ALIASES, *MODULE, *COPIES, *a.here, "all", "tcp", "self", "sysv", "posix", "gga"}
+    near = {n: difflib.get_close_matches(n, known, 1) for n in a.names if n not in known}
+    return [n + (f": {x[0]}?" if x else "") for n, x in near.items()]
+
+
+def _not_built(a: View) -> list[str]:
+    modules = (a.facts["ucx"] or {}).get("modules")
+    return [n for n in a.names if modules and not any(MODULE.get(t, modules[0]) in modules for t in members(n))]
+
+
+def _not_here(a: View) -> list[str]:
+    gone = {"all", *_not_built(a), *(n.split(":")[0] for n in _unknown(a))}
+    return [n for n in a.names if a.facts["ucx"] and n not in gone and not set(members(n)) & a.here]
+
+
+def _device(a: View) -> str | None:
+    asked = a.env.get("UCX_NET_DEVICES", "all")
+    here = {t.split("/", 1)[1] for t in (a.facts["ucx"] or {"transports": []})["transports"]} - {"memory", "cuda"}
+    wanted = {d.strip() for d in asked.split(",")}
+    if not a.facts["ucx"] or asked.startswith("^") or "all" in wanted or wanted & {*here, *(d[:-2] for d in here)}:
+        return None
+    return f"{asked}; here: {', '.join(sorted(here)) or 'none'}"
+
+
+def _one_side(a: View) -> list[str]:
+    names = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
+    values = {n: [s.get(n, a.arm.env.get(n)) for s in (a.arm.initiator_env, a.arm.target_env)] for n in names}
+    return [f"{n}: reader {i or 'default'}, target {t or 'default'}" for n, (i, t) in values.items() if i != t]
+
+
+def _not_nvlink(a: View) -> str | None:
+    first, second = (f"GPU{g}" for g in a.gpus)
+    link = a.facts["topology"].get(first, {}).get(second, "")
+    claimed = "nvlink" in f"{a.arm.expect} {a.label}".lower()
+    return f"{first} to {second}: {LINKS.get(link, link)}" if claimed and link and not link.startswith("NV") else None
+
+
+def _buffers(a: View) -> list[str]:
+    over_tcp = a.prediction is not None and "tcp" in a.prediction.transports
+    ends = {n: a.facts["sockets"].get(n) for n in ("ipv4/tcp_rmem", "ipv4/tcp_wmem")}
+    return [f"net.{n.replace('/', '.')} ends at {v} bytes" for n, v in ends.items() if over_tcp and (v or _4M) < _4M]
+
+
+def _label(a: View) -> str | None:
+    p = a.prediction
+    if a.probe or not a.arm.expect or p is None or any(a.claims(t) for t in p.transports):
+        return None
+    return f"claims {a.arm.expect}, expected {p}: {p.why}"
+
+
+def _contradicts(a: View) -> str | None:
+    took = (a.probe or {}).get("transport")
+    wrong = a.arm.expect and took and not a.claims(took)
+    return f"claims {a.arm.expect}, the pull went over {a.probe['verdict']}" if a.probe and wrong else None
+
+
+def _wrong(a: View) -> str | None:
+    p, took = a.prediction, (a.probe or {}).get("transport")
+    return f"expected {p}, took {took}" if p and took and took not in p.transports else None
+
+
+def _ptrace(f: Facts) -> str | None:
+    refused = f["ucx"]["cma"] is False if f["ucx"] else bool(f["ptrace_scope"]) and not f["sys_ptrace"]
+    return f"process_vm_readv is refused (ptrace_scope {f['ptrace_scope']})" if refused else None
+
+
+def _isolated(f: Facts) -> str | None:
+    own = [n for n, kind in f["namespaces"].items() if kind == "own"]
+    return f"{f['container'] or 'a container'}: {', '.join(own)} namespace of its own" if own else None
+
+
+_DOCKER = "https://docs.docker.com/reference/cli/docker/container/run/"
+_SYSFS = "https://docs.kernel.org/infiniband/sysfs.html"
+_SEEN = "seen: NIXL 1.4.1, UCX 1.22"
+
+#: id, of, weight, test, what, remedy, source; owner/name#N is an issue or pull request on GitHub
+# fmt: off
+_RULES: list[tuple[str, str, str, Test, str, str, str]] = [
+    ("nixl-missing", "machine", "trap", lambda f: None if f["nixl"] else "no nixl_cu12 or nixl_cu13 in this Python",
+     "NIXL is not installed: nothing can be measured", "pip install 'kvlab[cpu]' or 'kvlab[gpu]'", "README"),
+    ("ucx-does-not-start", "machine", "blocks",
+     lambda f: f["ucx"] and (f["ucx"]["error"] or (None if f["ucx"]["version"] else "it said nothing")),
+     "UCX does not load or answer", "`ldd` on its libraries names what is missing", "ai-dynamo/nixl#1846"),
+    ("variable-misspelt", "machine", "trap", lambda f: misspelt(f, f["environment"]),
+     "a UCX_, NIXL_ or VLLM_NIXL_ variable of this shell is one letter off a known one",
+     "correct it: unknown names are ignored without an error", "openucx/ucx#5022"),
+    ("memory-lock-limit", "machine", "trap",
+     lambda f: f"ulimit -l: {f['memlock_bytes'] // 1024} KiB" if f["rdma"] and f["memlock_bytes"] is not None
+     and not f["ipc_lock"] else None,
+     "RDMA locks memory and may not", "`ulimit -l unlimited`; Docker: `--ulimit memlock=-1`", "openucx/ucx#8229"),
+    ("ptrace-forbidden", "machine", "trap", _ptrace,
+     "processes may not read each other's memory, so cma cannot work",
+     "`sysctl kernel.yama.ptrace_scope=0`; Docker: `--cap-add SYS_PTRACE`, one user namespace", "open-mpi/ompi#6997"),
+    ("namespaces-isolated", "machine", "note", _isolated,
+     "an engine in another container is out of reach of cuda_ipc, cma and shared memory",
+     "one container or pod for both; or `--pid=host --ipc=host`", "https://docs.rapids.ai/api/ucxx/stable/deployment"),
+    ("shared-memory-small", "machine", "trap",
+     lambda f: f"{f['shm_free_bytes'] >> 20} MiB free" if (f["shm_free_bytes"] or 1 << 30) < 128 << 20 else None,
+     "/dev/shm is small (64 MiB is Docker's default)", "`--shm-size=8g` or `--ipc=host`", _DOCKER),
+    ("rdma-port-down", "machine", "trap",
+     lambda f: [f"{p['device']}:{p['port']} is {p['state']}" for p in f["rdma"] if p["state"] != "ACTIVE"],
+     "an RDMA port is not active", "cable, switch or subnet manager; `ibstat` says which", _SYSFS),
+    ("rdma-without-address", "machine", "trap",
+     lambda f: [f"{p['device']}:{p['port']}" for p in f["rdma"] if p["state"] == "ACTIVE" and not p["gid"]],
+     "an active port has no GID: nobody can connect to it",
+     "an IP address on its interface, in this network namespace", _SYSFS),
+    ("rdma-not-visible", "machine", "trap", lambda f: f["rdma_hidden"],
+     "an RDMA adapter is on the bus and cannot be used from here",
+     "Docker: `--device=/dev/infiniband`; Kubernetes: the RDMA device plugin", "llm-d/llm-d#2370"),
+    ("no-gpudirect", "machine", "trap", lambda f: "neither nvidia_peermem nor the open driver" if f["gpus"]
+     and f["rdma"] and not (f["peermem"] or f["open_driver"]) else None,
+     "GPU and RDMA without peer memory or dma-buf: reads of VRAM are emulated",
+     "`modprobe nvidia_peermem`, or NVIDIA's open kernel driver", "openucx/ucx#9908"),
+    ("gpu-library-missing", "machine", "trap",
+     lambda f: (f["ucx"] or {}).get("unloadable", {}).get("cuda") if f["gpus"] or f["nvidia_devices"] else None,
+     "a GPU is here and UCX's CUDA module cannot load", "Docker: `--gpus all`", "ai-dynamo/nixl#1846"),
+    ("side-channel", "machine", "trap", lambda f: None if f["side_channel"]["state"] == "free" else
+     "{host}:{port}: {state}".format(**f["side_channel"]), "vLLM's side channel cannot be opened there",
+     "VLLM_NIXL_SIDE_CHANNEL_PORT for every engine (base + data-parallel rank), this machine's address as HOST",
+     "vllm-project/vllm#20965"),
+    ("arm-variable-misspelt", "arm", "trap",
+     lambda a: misspelt(a.facts, {**a.arm.env, **a.arm.initiator_env, **a.arm.target_env}),
+     "a variable of the arm is one letter off a known one", "correct it: unknown names are ignored",
+     "openucx/ucx#5022"),
+    ("transport-unknown", "arm", "trap", _unknown, "UCX_TLS names a transport that does not exist",
+     "correct it: UCX warns once and goes on without it", "openucx/ucx#5022"),
+    ("transport-not-in-build", "arm", "trap", _not_built, "UCX_TLS names a transport that this UCX was built without",
+     "another wheel, or NIXL built against another UCX", "ai-dynamo/nixl#1097"),
+    ("transport-not-here", "arm", "trap", _not_here, "UCX_TLS names a transport that cannot work on this machine",
+     "the line 'not usable' says what it lacks", "openucx/ucx#5022"),
+    ("no-message-transport", "arm", "blocks",
+     lambda a: None if any(a.allows(t) for t in MESSAGES) else f"UCX_TLS={a.env['UCX_TLS']}",
+     "UCX_TLS leaves no transport with active messages that reports a dead peer (sm, cma, cuda_ipc are none)",
+     "add tcp (or rc): the payload stays on the faster one", "ai-dynamo/nixl#1413"),
+    ("device-not-here", "arm", "blocks", _device, "UCX_NET_DEVICES names no device of this machine",
+     "names differ from node to node; RDMA ports are written mlx5_0:1", "openucx/ucx#5022"),
+    ("one-side-only", "arm", "trap", _one_side, "the two sides have different transports, devices or TCP segments",
+     "set them alike on both (only device names may differ)", "openucx/ucx#5022"),
+    ("no-gpu", "arm", "blocks", lambda a: f"{len(a.facts['gpus'])} GPUs here, GPU {max(a.gpus)} wanted"
+     if a.memory == "VRAM" and max(a.gpus) >= len(a.facts["gpus"]) else None,
+     "the arm's KV is in VRAM and there is no such GPU", "`memory: DRAM`, or other GPU numbers", _SEEN),
+    ("gpu-reads-off", "arm", "trap", lambda a: None if a.memory != "VRAM" or not a.facts["gpus"]
+     or not a.allows("cuda_ipc") or gpu_reads(a.facts, a.env)[0] else gpu_reads(a.facts, a.env)[1],
+     "cuda_ipc may write and not read: the pull silently goes over RDMA or TCP",
+     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on on both sides", "openucx/ucx#7566, ai-dynamo/nixl#1097"),
+    ("memory-not-exportable", "arm", "trap",
+     lambda a: "expandable_segments:True" if a.memory == "VRAM" and a.allows("cuda_ipc") and vmm(a.env) else None,
+     "expandable segments are memory that cuda_ipc cannot export: the pull silently goes elsewhere",
+     "PYTORCH_CUDA_ALLOC_CONF without it", "ai-dynamo/nixl#1754"),
+    ("no-cuda-copy", "arm", "blocks",
+     lambda a: f"UCX_TLS={a.env['UCX_TLS']}" if a.memory == "VRAM" and not a.allows("cuda_copy") else None,
+     "the KV is in VRAM and UCX_TLS leaves cuda_copy out", "add cuda_copy", "ai-dynamo/dynamo#13596"),
+    ("not-nvlink", "arm", "trap", _not_nvlink, "the label says NVLink and there is none between the two GPUs",
+     "other GPU numbers, or another label", "vllm-project/vllm#35799"),
+    ("tcp-segment-default", "arm", "note",
+     lambda a: f"UCX_TCP_TX_SEG_SIZE is {a.segment}" if a.prediction and a.prediction.transports == ("tcp",)
+     and a.segment and "UCX_TCP_TX_SEG_SIZE" not in a.env else None,
+     "UCX sends TCP in small segments by default", "UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE of 256k on both sides",
+     "kvlab run tcp-tuning"),
+    ("socket-buffers-small", "arm", "note", _buffers, "the kernel's TCP buffers are small for a long fast road",
+     "raise the third value of net.ipv4.tcp_rmem and tcp_wmem", "https://docs.kernel.org/networking/ip-sysctl.html"),
+    ("old-protocols", "arm", "blocks", lambda a: "UCX_PROTO_ENABLE=n" if off(a.env.get("UCX_PROTO_ENABLE")) else None,
+     "NIXL's reads fail without UCX's new protocols", "leave UCX_PROTO_ENABLE alone", _SEEN),
+    ("no-evidence", "arm", "trap", lambda a: "UCX_PROTO_INFO=n" if off(a.arm.env.get("UCX_PROTO_INFO")) else None,
+     "the run cannot show what carried the pull", "leave UCX_PROTO_INFO out: kvlab sets it", _SEEN),
+    ("not-measurable", "arm", "blocks", lambda a: None if a.facts["nixl"] else "the arm cannot run",
+     "there is no NIXL here to pull with", "install it, or replay a recording", "README"),
+    ("label-not-met", "arm", "blocks", _label, "what UCX should take here is not what the label claims",
+     "the arm's other findings say why", "prediction"),
+    ("probe-failed", "arm", "blocks", lambda a: (a.probe or {}).get("error"), "a tiny pull failed",
+     "the message is UCX's or NIXL's own", "probe"),
+    ("probe-contradicts", "arm", "blocks", _contradicts, "a tiny pull took another transport than the label claims",
+     "the arm's other findings say why", "probe"),
+    ("prediction-wrong", "arm", "note", _wrong, "a tiny pull took another transport than kvlab expected",
+     "believe the pull, and report `kvlab check --json`", "probe"),
+]
+# fmt: on
+RULES = {r[0]: Rule(*r) for r in _RULES}
+
+
+def judge(facts: Facts, views: Iterable[View] = ()) -> list[Finding]:
+    """Apply every rule; machine rules once, arm rules to each arm."""
+    views, found = list(views), []
+    for rule in RULES.values():
+        for view in [None] if rule.of == "machine" else views:
+            said = rule.test(facts if view is None else view)
+            for text in [said] if isinstance(said, str) and said else said or []:
+                found.append(
+                    Finding(rule.id, rule.weight, view.label if view else None, text, rule.remedy, rule.source)
+                )
+    return found
+
+
+def rules_markdown() -> str:
+    """Return the rules as a table for the README."""
+    rows = [f"| `{r.id}` | {r.weight} | {r.what} | {r.remedy} | {r.source} |" for r in RULES.values()]
+    return "\n".join(["| rule | weight | what | remedy | source |", "|---|---|---|---|---|", *rows])
+
+
+# --------------------------------------------------------------------------------------------- the whole
+
+
+def why_not(facts: Facts) -> dict[str, str]:
+    """Return the transports that are not usable here, each with what it lacks."""
+    here = {t.split("/")[0] for t in facts["ucx"]["transports"]} if facts["ucx"] else set()
+    active = any(p["state"] == "ACTIVE" for p in facts["rdma"])
+    no_rdma = "no active RDMA port" if facts["rdma"] else facts["rdma_hidden"] or "no RDMA device"
+    said = {}
+    for transport in ("cma", "rc_mlx5", "rc_verbs", "srd", "cuda_copy", "cuda_ipc", "gdr_copy", "rocm_ipc"):
+        if not facts["ucx"] or transport in here:
+            continue
+        module = MODULE[transport]
+        if module not in facts["ucx"]["modules"]:
+            said[transport] = "not in this build"
+        elif why := facts["ucx"]["unloadable"].get(module):
+            said[transport] = why.split(": cannot open")[0] + (" is missing" if ": cannot open" in why else "")
+        elif module.startswith("ib"):
+            said[transport] = "no adapter of this kind" if active else no_rdma
+        else:
+            said[transport] = "no GPU" if module == "cuda" else "not permitted"
+    return said
+
+
+def arms(params: Experiment, facts: Facts, live: bool) -> list[View]:
+    """Return a view of every arm, each probed by a tiny pull where ``live``."""
+    memory, size = getattr(params, "memory", "DRAM"), descriptor_bytes(params)
+    gpus = (getattr(params, "initiator_gpu", 0), getattr(params, "target_gpu", 0))
+    made = []
+    for arm in getattr(params, "arms", []):
+        done = probe(params, arm, size) if live and facts["nixl"] else None
+        made.append(View(facts, arm.label, arm, memory, size, gpus, done))
+    return made
+
+
+def descriptor_bytes(params: Experiment) -> int:
+    """Return the size of the experiment's most frequent descriptor, 128 KiB where it has none of its own."""
+    from kvlab.experiments import get, name_of
+
+    try:
+        cases = importlib.import_module(f"kvlab.measures.{get(name_of(params)).key}").cases(params)
+        return int(cases[0].descriptor_bytes)
+    except (ImportError, AttributeError, StopIteration, IndexError):
+        return 131072
+
+
+def document(facts: Facts, views: Iterable[View], findings: Iterable[Finding]) -> dict[str, Any]:
+    """Return everything as one JSON document; the library's list of variables is left out."""
+    library = {k: v for k, v in (facts["ucx"] or {}).items() if k != "variables"} or None
+    return {
+        "machine": {**facts, "ucx": library, "why_not": why_not(facts)},
+        "arms": [
+            {
+                "arm": v.label,
+                "expect": v.arm.expect,
+                "memory": v.memory,
+                "descriptor_bytes": v.size,
+                "prediction": asdict(v.prediction) if v.prediction else None,
+                "probe": v.probe,
+            }
+            for v in views
+        ],
+        "findings": [asdict(f) for f in findings],
+    }

@@ -1,0 +1,174 @@
+"""``kvlab check``: say before a run what will carry the pull on this machine, and what is in the way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlab import check, experiments, params
+from kvlab.capture import machine
+from kvlab.errors import DONE, FAILED, BadInput
+from kvlab.verbs.run import assignments
+
+WIDTH = 110
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
+    parser.add_argument(
+        "-f", "--file", metavar="PARAMS", help="check the arms of a parameter file, or of an experiment's default file"
+    )
+    parser.add_argument(
+        "-p", "--parameter", action="append", default=[], metavar="KEY=VALUE", help="set one parameter (repeatable)"
+    )
+    parser.add_argument("--no-probe", action="store_true", help="predict only, without the tiny pull of each arm")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print machine, arms and findings; 1 when an arm cannot do what its label claims."""
+    if args.parameter and not args.file:
+        raise BadInput("-p changes a parameter of an experiment: name one with -f")
+    chosen = _chosen(args.file, args.parameter) if args.file else None
+    facts = machine.facts()
+    views = check.arms(chosen, facts, live=not args.no_probe) if chosen else []
+    findings = check.judge(facts, views)
+    whole = check.document(facts, views, findings)
+    if args.json:
+        print(json.dumps(whole, ensure_ascii=False))
+    else:
+        print(text(whole, experiments.name_of(chosen) if chosen else ""))
+    return FAILED if views and any(f.weight == "blocks" for f in findings) else DONE
+
+
+def _chosen(name: str, parameters: Sequence[str]) -> params.Experiment:
+    """Read the parameters that ``name`` means: an experiment, EXPERIMENT/NAME, or a file."""
+    head, _, tail = name.partition("/")
+    if head.replace("_", "-") in experiments.EXPERIMENTS and not Path(name).is_file():
+        experiment = experiments.get(head)
+        if not (tail or experiment.default):
+            raise BadInput(f"{experiment.name} has no parameter file: it only replays")
+        path = params.resolve_file(experiment.name, tail or experiment.default)
+        return _validated(experiment.name, path, parameters)
+    path = Path(name)
+    if not path.is_file():
+        known = ", ".join(experiments.EXPERIMENTS)
+        raise BadInput(f"-f {name}: neither a parameter file nor an experiment; known: {known}")
+    of_folder = path.resolve().parent.name.replace("_", "-")
+    if of_folder in experiments.EXPERIMENTS:
+        return _validated(of_folder, path, parameters)
+    # A file from elsewhere: the first experiment with arms that takes it.
+    refused = ""
+    for experiment in experiments.EXPERIMENTS.values():
+        if "arms" in experiment.model().model_fields:
+            try:
+                return _validated(experiment.name, path, parameters)
+            except BadInput as error:
+                refused = refused or f"as {experiment.name}: {error}"
+    raise BadInput(refused)
+
+
+def _validated(experiment: str, path: Path, parameters: Sequence[str]) -> params.Experiment:
+    values = {**params.read_file(path), **assignments(parameters)}
+    chosen = params.validate(experiment, values, str(path))
+    if not getattr(chosen, "arms", None):
+        raise BadInput(f"{path}: {experiment} has no arms to check")
+    return chosen
+
+
+def text(whole: dict[str, Any], experiment: str = "") -> str:
+    """Lay the document out for reading: the machine, the arms, what was found with its remedy."""
+    out = [_line(name, value) for name, value in _machine(whole["machine"]) if value]
+    if whole["arms"]:
+        first = whole["arms"][0]
+        out += [
+            "",
+            f"arms of {experiment}: READ of {first['memory']}, descriptors of {first['descriptor_bytes']:,} bytes",
+        ]
+        out += [_arm(a, [f for f in whole["findings"] if f["arm"] == a["arm"]]) for a in whole["arms"]]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for finding in whole["findings"]:
+        groups.setdefault((finding["rule"], finding["text"]), []).append(finding)
+    out += ["", "found" if groups else "nothing found that is in the way"]
+    order = {"blocks": 0, "trap": 1, "note": 2}
+    for (rule, said), found in sorted(groups.items(), key=lambda g: order[g[1][0]["weight"]]):
+        where = ", ".join(f["arm"] for f in found if f["arm"])
+        about = check.RULES[rule].what
+        out.append(_item(f"{found[0]['weight']:<6} {rule}{f' [{where}]' if where else ''}: {about} ({said})."))
+        out.append(_item(f"remedy: {found[0]['remedy']} ({found[0]['source']})", " " * 9))
+    return "\n".join(out)
+
+
+def _machine(m: dict[str, Any]) -> list[tuple[str, str]]:
+    library, nixl = m["ucx"] or {}, m["nixl"]
+    has = {"cuda": "cuda", "verbs": "ib", "mlx5": "ib_mlx5", "efa": "ib_efa", "gdrcopy": "cuda_gdrcopy", "rocm": "rocm"}
+    modules = library.get("modules", [])
+    build = ", ".join(f"{word} {'yes' if module in modules else 'no'}" for word, module in has.items())
+    places: dict[str, list[str]] = {}
+    for transport, device in (t.split("/", 1) for t in library.get("transports", [])):
+        places.setdefault(transport, []).append(device)
+    usable = [t + (f" ({', '.join(d)})" if d[0] not in ("memory", "cuda") else "") for t, d in places.items()]
+    reasons: dict[str, list[str]] = {}
+    for transport, why in m["why_not"].items():
+        reasons.setdefault(why, []).append(transport)
+    ports = [
+        f"{p['device']}:{p['port']} {p['state']}, {p['link_layer']}, {p['rate']}, GID {p['gid'] or 'none'}"
+        f"{' ' + p['gid_type'] if p['gid_type'] else ''}, NUMA {p['numa_node']}"
+        for p in m["rdma"]
+    ]
+    gpus = [f"GPU {g['index']} {g['name']}, {g['nvlinks_up']} of {g['nvlinks']} NVLinks up" for g in m["gpus"]]
+    links = [f"{a}-{b} {v}" for a, row in m["topology"].items() for b, v in row.items() if a < b]
+    own = [n for n, kind in m["namespaces"].items() if kind == "own"]
+    lock = "unlimited" if m["memlock_bytes"] is None else f"{m['memlock_bytes'] >> 10} KiB"
+    gpudirect = [w for w, k in (("nvidia_peermem", "peermem"), ("open driver (dma-buf)", "open_driver")) if m[k]]
+    kernel = [
+        f"lock limit {lock}",
+        f"other processes' memory {'readable' if library.get('cma') else 'not readable' if library else 'not tried'}",
+        f"/dev/shm {(m['shm_free_bytes'] or 0) >> 20:,} MiB free",
+        *(f"{n.split('/')[1]} {v:,}" for n, v in m["sockets"].items() if v),
+    ]
+    side = m["side_channel"]
+    return [
+        ("NIXL", f"{nixl['version']} ({nixl['module']})" if nixl else "not installed"),
+        ("UCX", f"{library['version']}; {build}" if library else ""),
+        ("usable", ", ".join(usable)),
+        ("not usable", "; ".join(f"{', '.join(t)}: {why}" for why, t in reasons.items())),
+        ("GPU", "; ".join(gpus) or ("AMD (/dev/kfd)" if m["amd"] else "none")),
+        ("topology", ", ".join(links)),
+        ("GPUDirect", ", ".join(gpudirect)),
+        ("RDMA", "; ".join(ports) or "none"),
+        ("network", ", ".join(_interface(i) for i in m["interfaces"] if i["up"])),
+        ("container", f"{m['container'] or 'none'}{'; own namespaces: ' + ', '.join(own) if own else ''}"),
+        ("kernel", "; ".join(kernel)),
+        ("side channel", f"{side['host']}:{side['port']} {side['state']}"),
+        ("environment", ", ".join(f"{k}={v}" for k, v in m["environment"].items())),
+    ]
+
+
+def _interface(i: dict[str, Any]) -> str:
+    speed = f" {i['mbit_per_s'] / 1000:g} Gbit/s" if i["mbit_per_s"] else ""
+    return f"{i['name']}{speed} MTU {i['mtu']}"
+
+
+def _arm(a: dict[str, Any], findings: list[dict[str, Any]]) -> str:
+    p, took = a["prediction"], a["probe"]
+    expected = "not known" if p is None else " or ".join(p["transports"]) or "nothing"
+    expected += " by software emulation" if p and p["emulated"] else ""
+    said = f"{a['arm']}: claims {a['expect'] or 'nothing'}; expected {expected}"
+    if took:
+        pulled = f"a tiny pull took {took['verdict']}, {took['gb_per_s']} GB/s"
+        said += f"; {'a tiny pull failed' if took['error'] else pulled}"
+    verdict = "BLOCKED" if any(f["weight"] == "blocks" for f in findings) else "ok"
+    return _item(f"{verdict:<8}{said}")
+
+
+def _line(name: str, value: str) -> str:
+    return textwrap.fill(f"{name:<13}{value}", WIDTH, subsequent_indent=" " * 13, break_on_hyphens=False)
+
+
+def _item(said: str, indent: str = "  ") -> str:
+    return textwrap.fill(said, WIDTH, initial_indent=indent, subsequent_indent=" " * 9, break_on_hyphens=False)
