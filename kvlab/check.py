@@ -12,7 +12,7 @@ import importlib
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,13 @@ class View:
     def here(self) -> set[str]:
         """Transports that this UCX has on this machine, whatever the arm allows."""
         return {t.split("/")[0] for t in self.facts["ucx"]["transports"]} if self.facts["ucx"] else set()
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the GPUs that the arm names are visible (any number for KV in DRAM)."""
+        visible = self.env.get("CUDA_VISIBLE_DEVICES")
+        count = len(self.facts["gpus"])
+        return self.memory != "VRAM" or max(self.gpus) < min(count, len(visible.split(",")) if visible else count)
 
     @property
     def names(self) -> list[str]:
@@ -209,9 +216,11 @@ def _buffers(a: View) -> list[str]:
 
 def _label(a: View) -> str | None:
     p = a.prediction
-    if a.probe or not a.arm.expect or p is None or any(a.claims(t) for t in p.transports):
+    if a.probe or p is None or not a.has_gpus or (p.transports and not a.arm.expect):
         return None
-    return f"claims {a.arm.expect}, expected {p}: {p.why}"
+    if any(a.claims(t) for t in p.transports):
+        return None
+    return f"claims {a.arm.expect or 'nothing'}, expected {p}: {p.why}"
 
 
 def _contradicts(a: View) -> str | None:
@@ -302,8 +311,8 @@ _RULES: list[tuple[str, str, str, Test, str, str, str]] = [
      "names differ from node to node; RDMA ports are written mlx5_0:1", "openucx/ucx#5022"),
     ("one-side-only", "arm", "trap", _one_side, "the two sides have different transports, devices or TCP segments",
      "set them alike on both (only device names may differ)", "openucx/ucx#5022"),
-    ("no-gpu", "arm", "blocks", lambda a: f"{len(a.facts['gpus'])} GPUs here, GPU {max(a.gpus)} wanted"
-     if a.memory == "VRAM" and max(a.gpus) >= len(a.facts["gpus"]) else None,
+    ("no-gpu", "arm", "blocks", lambda a: None if a.has_gpus else
+     f"{len(a.facts['gpus'])} GPUs here, GPU {max(a.gpus)} wanted",
      "the arm's KV is in VRAM and there is no such GPU", "`memory: DRAM`, or other GPU numbers", _SEEN),
     ("gpu-reads-off", "arm", "trap", lambda a: None if a.memory != "VRAM" or not a.facts["gpus"]
      or not a.allows("cuda_ipc") or gpu_reads(a.facts, a.env)[0] else gpu_reads(a.facts, a.env)[1],
@@ -393,8 +402,9 @@ def arms(params: Experiment, facts: Facts, live: bool) -> list[View]:
     gpus = (getattr(params, "initiator_gpu", 0), getattr(params, "target_gpu", 0))
     made = []
     for arm in getattr(params, "arms", []):
-        done = probe(params, arm, size) if live and facts["nixl"] else None
-        made.append(View(facts, arm.label, arm, memory, size, gpus, done))
+        view = View(facts, arm.label, arm, memory, size, gpus)
+        done = probe(params, arm, size) if live and facts["nixl"] and view.has_gpus else None
+        made.append(replace(view, probe=done))
     return made
 
 

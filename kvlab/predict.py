@@ -34,10 +34,12 @@ MODULE = {
 
 
 def on(value: str | None) -> bool:
+    """Whether UCX reads the value of a switch as yes."""
     return (value or "").strip().lower() in ("y", "yes", "on", "1", "true")
 
 
 def off(value: str | None) -> bool:
+    """Whether UCX reads the value of a switch as no."""
     return (value or "").strip().lower() in ("n", "no", "off", "0", "false")
 
 

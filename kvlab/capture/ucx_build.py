@@ -24,7 +24,6 @@ _FIELD_FEATURES, _RMA_AND_AM = 1, 2 | 64  # UCP_PARAM_FIELD_FEATURES; UCP_FEATUR
 
 def libraries() -> dict[str, Any] | None:
     """Find NIXL's wheel and its UCX, or a UCX of the system; None without either."""
-    # The order in which the nixl package itself looks where there is no CUDA.
     for module in _variants():
         spec = importlib.util.find_spec(module)
         if spec and spec.origin:
@@ -38,12 +37,11 @@ def libraries() -> dict[str, Any] | None:
 
 
 def _variants() -> list[str]:
-    try:
-        if major := importlib.import_module("nixl_meta_utils").detect_cuda_major():
-            return [f"nixl_cu{major}"]
-    except Exception:  # older wheels have no such module, and none needs CUDA to be asked
-        pass
-    return ["nixl_cu13", "nixl_cu12"]
+    """Choose as the nixl package does, by the CUDA of torch, read from its file: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    found = re.search(r"^cuda\b.*= '(\d+)", version.read_text(), re.M) if version and version.is_file() else None
+    return [f"nixl_cu{found[1]}"] if found else ["nixl_cu13", "nixl_cu12"]
 
 
 def look(env: Mapping[str, str], limit_s: float = 20) -> dict[str, Any] | None:

@@ -90,17 +90,26 @@ def text(whole: dict[str, Any], experiment: str = "") -> str:
             f"arms of {experiment}: READ of {first['memory']}, descriptors of {first['descriptor_bytes']:,} bytes",
         ]
         out += [_arm(a, [f for f in whole["findings"] if f["arm"] == a["arm"]]) for a in whole["arms"]]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for finding in whole["findings"]:
-        groups.setdefault((finding["rule"], finding["text"]), []).append(finding)
-    out += ["", "found" if groups else "nothing found that is in the way"]
-    order = {"blocks": 0, "trap": 1, "note": 2}
-    for (rule, said), found in sorted(groups.items(), key=lambda g: order[g[1][0]["weight"]]):
-        where = ", ".join(f["arm"] for f in found if f["arm"])
-        about = check.RULES[rule].what
-        out.append(_item(f"{found[0]['weight']:<6} {rule}{f' [{where}]' if where else ''}: {about} ({said})."))
-        out.append(_item(f"remedy: {found[0]['remedy']} ({found[0]['source']})", " " * 9))
+    out += ["", *(_found(whole["findings"]) or ["nothing found that is in the way"])]
     return "\n".join(out)
+
+
+def _found(findings: list[dict[str, Any]]) -> list[str]:
+    """Return the findings, what blocks first; one entry a rule, its texts with the arms that they hold for."""
+    out = []
+    for weight in ("blocks", "trap", "note"):
+        for rule in dict.fromkeys(f["rule"] for f in findings if f["weight"] == weight):
+            arms: dict[str, list[str]] = {}
+            for f in (x for x in findings if x["rule"] == rule):
+                arms.setdefault(f["text"], []).extend([f["arm"]] if f["arm"] else [])
+            texts: dict[str, list[str]] = {}
+            for said, labels in arms.items():
+                texts.setdefault(", ".join(labels), []).append(said)
+            said = "; ".join(f"{labels + ': ' if labels else ''}{', '.join(t)}" for labels, t in texts.items())
+            known = check.RULES[rule]
+            out.append(_item(f"{weight:<7}{rule}: {known.what}. {said}"))
+            out.append(_item(f"remedy: {known.remedy} ({known.source})", " " * 9))
+    return out
 
 
 def _machine(m: dict[str, Any]) -> list[tuple[str, str]]:
