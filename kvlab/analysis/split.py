@@ -1,67 +1,162 @@
-"""Post, drain and poll of pulls: medians with intervals, shares, and what a pull is bound by."""
+"""Post, drain and poll of pulls: medians with intervals, shares, and what a pull is bound by.
+
+A pull's time has three parts.  *Post* is issuing the reads.  *Drain* is the rest, until the caller sees
+completion.  *Poll* is the end of the drain that may have been nothing but waiting for the next look: a
+caller that looks every ``poll_interval_us`` sees completion up to one interval late, so
+``poll_us = min(drain_us, poll_interval_us)``, a bound from above; not known where the interval is not.
+(Where only the caller's looks make progress, as without NIXL's progress thread, a pull takes many
+intervals, and only the last is counted.)
+
+**Rules of the verdict**, on the medians of each pull's own shares of post, poll and drain less poll:
+
+- the largest of the three names it: ``post-bound``, ``poll-bound``, ``drain-bound`` (a tie goes in this order);
+- ``synchronous`` instead of post-bound: the post is at least :data:`SYNCHRONOUS_SHARE` of the pull *and*
+  follows the bytes, not the count of descriptors.  Such a transport (cma) copies inside the call that
+  posts, and fewer descriptors would not help it; a post-bound one they would.
+
+Whether the post follows bytes is :func:`post_by_size`.  It takes descriptors of different sizes in the same
+arm; without them ``post_bytes_share`` is missing and a high post is called post-bound, which then says only
+where the time went.
+
+A quantile of a difference is not the difference of quantiles: the drain's P90 is the P90 of each pull's
+own drain, and no P90 is ever subtracted from another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import optimize, stats
+
+from kvlab.errors import BadInput
 
 #: two-sided confidence of every interval in this package
 CONFIDENCE = 0.95
+#: share of the pull from which a post that follows bytes is called synchronous
+SYNCHRONOUS_SHARE = 0.9
+#: largest over smallest descriptor size from which cost per byte and per descriptor can be told apart
+SIZE_SPREAD = 4.0
 
 
-def warm(pulls: pd.DataFrame) -> pd.DataFrame:
-    """Return the pulls that count: no warm-up, no error; with ``drain_us`` = xfer - post, never below 0."""
-    keep = ~pulls["warmup"].fillna(False).astype(bool) if "warmup" in pulls else pd.Series(True, pulls.index)
-    if "error" in pulls:
-        keep &= pulls["error"].isna()
-    kept = pulls[keep]
+def groups(frame: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Yield ({column: value}, rows) for each group of ``by`` in order of first appearance; () is one group."""
+    if not by:
+        yield {}, frame
+        return
+    for key, rows in frame.groupby(list(by), sort=False, dropna=False, observed=True):
+        yield dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True)), rows
+
+
+def take(frame: pd.DataFrame, names: Sequence[str], optional: Sequence[str] = ()) -> pd.DataFrame:
+    """Return the columns ``names`` and those of ``optional`` that exist; BadInput names what is missing."""
+    missing = [n for n in names if n not in frame]
+    if missing:
+        raise BadInput(f"the table has no column {missing[0]!r}; it has {', '.join(map(str, frame.columns))}")
+    return frame[[*dict.fromkeys(names), *(n for n in optional if n in frame and n not in names)]]
+
+
+def warm(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows that count: no warm-up, no error; pulls with ``drain_us`` = xfer - post, never below 0."""
+    keep = ~rows["warmup"].fillna(False).astype(bool) if "warmup" in rows else pd.Series(True, rows.index)
+    if "error" in rows:
+        keep &= rows["error"].isna()
+    kept = rows if keep.all() else rows[keep]
+    if not {"xfer_us", "post_us"} <= set(kept):
+        return kept
     return kept.assign(drain_us=(kept["xfer_us"] - kept["post_us"]).clip(lower=0))
+
+
+def parts(pulls: pd.DataFrame) -> pd.DataFrame:
+    """Return :func:`warm` pulls with ``poll_us`` and each pull's own ``post_share``, ``drain_share``, ``poll_share``.
+
+    Post and drain share add up to 1; the poll is a part of the drain.
+    """
+    p = warm(pulls)
+    whole = p["post_us"] + p["drain_us"]
+    interval = p["poll_interval_us"].astype(float) if "poll_interval_us" in p else np.nan
+    p = p.assign(poll_us=np.minimum(p["drain_us"], interval))
+    return p.assign(**{f"{name}_share": p[f"{name}_us"] / whole for name in ("post", "drain", "poll")})
 
 
 def median_interval(values: Sequence[float] | np.ndarray | pd.Series) -> tuple[float, float, float]:
     """Return median, low and high: the distribution-free 95 percent interval from order statistics.
 
-    Below six values no two order statistics reach 95 percent, and the interval is (nan, nan).
+    Below six values no two order statistics reach 95 percent, and the interval is (nan, nan); missing
+    values are left out.  It takes the values for independent of each other.
     Source: Conover, Practical Nonparametric Statistics, as in scipy.stats.quantile_test.
     """
-    x = np.sort(np.asarray(values, dtype=float))
+    x = np.asarray(values, dtype=float)
+    x = np.sort(x[~np.isnan(x)])
     n = len(x)
     if n == 0:
         return (np.nan, np.nan, np.nan)
     k = int(stats.binom.ppf((1 - CONFIDENCE) / 2, n, 0.5))
     # The pair (k-th, n+1-k-th) covers with at least the confidence wanted; ppf gives the next one in.
     k = k if stats.binom.cdf(k - 1, n, 0.5) <= (1 - CONFIDENCE) / 2 and k >= 1 else k - 1
-    if k < 1:
-        return (float(np.median(x)), np.nan, np.nan)
-    return (float(np.median(x)), float(x[k - 1]), float(x[n - k]))
+    middle = float((x[(n - 1) // 2] + x[n // 2]) / 2)
+    return (middle, np.nan, np.nan) if k < 1 else (middle, float(x[k - 1]), float(x[n - k]))
+
+
+def post_by_size(cells: pd.DataFrame) -> tuple[float, float]:
+    """Return the post's cost per descriptor (us) and per byte (us) over shapes; (nan, nan) if not separable.
+
+    Least squares of relative residuals of ``post_us = p * descriptors + s * bytes`` with p, s >= 0 (scipy nnls).
+    ``cells``: a row a shape with ``descriptors``, ``bytes``, ``post_us``; the sizes must differ by
+    :data:`SIZE_SPREAD`, or count and bytes rise together and nobody can tell which one is paid for.
+    """
+    cells = cells[(cells["post_us"] > 0) & (cells["descriptors"] > 0) & (cells["bytes"] > 0)]
+    size = (cells["bytes"] / cells["descriptors"]).to_numpy(float)
+    if len(size) < 2 or size.max() < SIZE_SPREAD * size.min():
+        return (np.nan, np.nan)
+    x = cells[["descriptors", "bytes"]].to_numpy(float) / cells[["post_us"]].to_numpy(float)
+    scale = x.max(axis=0)
+    p, s = optimize.nnls(x / scale, np.ones(len(x)))[0] / scale
+    return (float(p), float(s))
 
 
 def summary(pulls: pd.DataFrame, by: Sequence[str] = ("arm", "prompt_tokens")) -> pd.DataFrame:
     """Return a row for each group of ``by`` with medians and 95 percent intervals.
 
-    Columns: the group, ``n``, ``descriptors``, ``bytes``, ``post_us``, ``drain_us``, ``xfer_us`` (each with
-    ``_low`` and ``_high``), ``post_share`` (median of each pull's own share), ``post_per_descriptor_us``,
-    ``rate_gb_s`` (bytes over pull time; 10^9 bytes), ``verdict``.
+    Columns: the group, ``n``, ``descriptors``, ``bytes``; ``post_us``, ``drain_us``, ``xfer_us``, ``poll_us`` (each
+    with ``_low``, ``_high`` and ``_p90``), ``post_share``, ``drain_share``, ``poll_share`` (medians of each pull's own;
+    ``post_share_low``, ``_high``), ``post_per_descriptor_us``, ``rate_gb_s`` (bytes over pull time; 10^9 bytes),
+    ``post_bytes_share`` (part of the post that bytes account for), ``verdict`` (rules: this module's docstring).
     """
+    names = [*dict.fromkeys([*by, "descriptors", "bytes", "post_us", "xfer_us"])]
+    p = parts(take(pulls, names, ("arm", "poll_interval_us", "warmup", "error")))
+    # One arm's shapes together tell what its post is paid for, whatever the groups asked for.
+    arms = [c for c in ("arm",) if c in p]
+    shapes = p.groupby([*arms, "descriptors", "bytes"], observed=True)["post_us"].median().reset_index()
+    costs = {key.get("arm"): post_by_size(cells) for key, cells in groups(shapes, arms)}
     rows = []
-    for key, g in warm(pulls).groupby(list(by), sort=False, dropna=False):
-        row: dict[str, object] = dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True))
-        row |= {"n": len(g), "descriptors": int(g["descriptors"].median()), "bytes": int(g["bytes"].median())}
-        for name in ("post", "drain", "xfer"):
-            middle, low, high = median_interval(g[f"{name}_us"])
-            row |= {f"{name}_us": middle, f"{name}_low_us": low, f"{name}_high_us": high}
-        row["post_share"] = float((g["post_us"] / g["xfer_us"]).median())
-        middle, low, high = median_interval(g["post_us"] / g["descriptors"])
-        row |= {
-            "post_per_descriptor_us": middle,
-            "post_per_descriptor_low_us": low,
-            "post_per_descriptor_high_us": high,
-        }
-        middle, low, high = median_interval(g["bytes"] / g["xfer_us"] / 1e3)
-        row |= {"rate_gb_s": middle, "rate_low_gb_s": low, "rate_high_gb_s": high}
-        row["verdict"] = "post" if float(str(row["post_share"])) > 0.5 else "drain"
+    for key, g in groups(p, by):
+        row = {**key, "n": len(g), "descriptors": int(g["descriptors"].median()), "bytes": int(g["bytes"].median())}
+        for name in ("post", "drain", "xfer", "poll"):
+            row |= _with_interval(f"{name}{{}}_us", g[f"{name}_us"])
+            row[f"{name}_p90_us"] = float(g[f"{name}_us"].quantile(0.9))
+        row |= _with_interval("post_share{}", g["post_share"])
+        row |= {f"{name}_share": float(g[f"{name}_share"].median()) for name in ("drain", "poll")}
+        row |= _with_interval("post_per_descriptor{}_us", g["post_us"] / g["descriptors"])
+        row |= _with_interval("rate{}_gb_s", g["bytes"] / g["xfer_us"] / 1e3)
+        own = {costs[a] for a in g["arm"].unique()} if arms else {costs[None]}
+        per_descriptor, per_byte = own.pop() if len(own) == 1 else (np.nan, np.nan)
+        by_bytes, whole = per_byte * row["bytes"], per_descriptor * row["descriptors"] + per_byte * row["bytes"]
+        row["post_bytes_share"] = by_bytes / whole if whole > 0 else np.nan
+        rest = float((g["drain_share"] - g["poll_share"].fillna(0)).median())
+        row["verdict"] = _verdict(row["post_share"], row["poll_share"], rest, row["post_bytes_share"])
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _with_interval(name: str, values: pd.Series) -> dict[str, float]:
+    return {name.format(end): v for end, v in zip(("", "_low", "_high"), median_interval(values), strict=True)}
+
+
+def _verdict(post: float, poll: float, rest: float, by_bytes: float) -> str:
+    shares = {"post-bound": post, "poll-bound": np.nan_to_num(poll), "drain-bound": rest}
+    largest = max(shares, key=lambda name: shares[name])
+    synchronous = largest == "post-bound" and post >= SYNCHRONOUS_SHARE and by_bytes > 0.5
+    return "synchronous" if synchronous else largest
