@@ -285,6 +285,9 @@ def archive(folder: str | Path, target: str | Path) -> Path:
     shutil.copytree(
         source, target, ignore=shutil.ignore_patterns("charts", "notebook.ipynb", "report.html", "summary.json")
     )
+    manifest = json.loads((target / "manifest.json").read_text("utf-8"))
+    manifest["parameters"]["out"] = "runs"
+    write_atomic(target / "manifest.json", _json(manifest))
     # Longest first, so that a folder inside another one does not keep half a path.
     places = {str(source): ".", sys.prefix: "$VENV", str(Path.cwd()): "$PWD", str(Path.home()): "~"}
     for path in [target / "manifest.json", *(target / "logs").rglob("*")]:
