@@ -108,9 +108,7 @@ class PullShape:
 class Layout:
     """How one model's KV lies in one rank's cache; :meth:`pull` says what a prompt hands over.
 
-    :ivar kv_apart: K and V are two descriptors (True) or one (False)
-    :ivar extra_window_blocks: blocks a sliding layer hands over beyond its window
-    :ivar inferred: what of this was worked out backwards from published counts and is not stated anywhere
+    ``inferred`` says what of it was worked out backwards from published counts and is stated nowhere.
     """
 
     name: str
@@ -171,7 +169,7 @@ class Layout:
                 g = groups[p.name]
                 what = {"group": g.name, "layers": g.layers, "window_tokens": g.window, "block_size": g.block_size}
                 rows.append({**head, **what, **{k: v for k, v in vars(p).items() if k != "name"}})
-            whole = {"group": "all", "layers": sum(g.layers for g in self.groups), "window_tokens": self.window_tokens}
+            whole = {"group": "all", "layers": sum(g.layers for g in self.groups)}
             rows.append({**head, **whole, "descriptors": shape.descriptors, "bytes": shape.bytes})
         not_in_all = ("window_tokens", "block_size", "blocks", "descriptor_bytes")
         return pd.DataFrame(rows).astype(dict.fromkeys(not_in_all, "Int64"))
@@ -185,11 +183,8 @@ class Layout:
         if fixed:
             n = sum(g.blocks(2**40, self.extra_window_blocks) * g.slots * len(g.pieces) for g in fixed)
             said.append(f"{n:,} descriptors do not depend on the prompt (once it fills the window)")
-        said += [
-            f"{g.name}: {g.slots} layers pulled for {g.layers} of the model (padding of layer groups, {self.engine})"
-            for g in self.groups
-            if g.slots != g.layers
-        ]
+        for g in (g for g in self.groups if g.slots != g.layers):
+            said.append(f"{g.name}: {g.slots} layers pulled for {g.layers} (padding of layer groups, {self.engine})")
         return said + [f"inferred: {text}" for text in self.inferred]
 
 
@@ -230,9 +225,9 @@ def load(
     read |= {k: v for k, v in asked.items() if v is not None}
     groups = _groups(config, where, DTYPE_BYTES[dtype], DTYPE_BYTES[own], read.get("block_size"), tp)
     slots = _slots([g.layers for g in groups], padding if all(g.token_bytes for g in groups) else "all")
-    groups = [
-        replace(g, slots=n, pieces=g.pieces or _pieces(g, read["kv_apart"])) for g, n in zip(groups, slots, strict=True)
-    ]
+    for i, g in enumerate(groups):
+        halves = 2 if read["kv_apart"] and g.name != "MLA" else 1
+        groups[i] = replace(g, slots=slots[i], pieces=g.pieces or (g.page_bytes // halves,) * halves)
     inferred = tuple(text for key, text in entry.get("inferred", {}).items() if asked.get(key) is None)
     made = (dtype, tp, engine, read["kv_apart"], read["extra_window_blocks"], tuple(groups), inferred)
     return Layout(name, entry["model"], entry["source"], *made)
@@ -244,9 +239,8 @@ def names() -> list[str]:
 
 
 @functools.cache
-def _shipped() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("layouts.json").read_text("utf-8"))
-    return entries
+def _shipped() -> dict[str, Any]:
+    return dict(json.loads(Path(__file__).with_name("layouts.json").read_text("utf-8")))
 
 
 def _entry(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
@@ -347,7 +341,10 @@ def _groups(
             if c.get("attention_k_eq_v", not gemma4):  # Gemma4TextConfig.__post_init__: the gate, off by default
                 own_heads = get("num_global_key_value_heads", own_heads)
         if n := kinds.count(kind):
-            token = 2 * _heads_per_rank(own_heads, tp, where) * own_dim * size
+            if max(own_heads, tp) % min(own_heads, tp):
+                raise BadInput(f"{where}: tp {tp} and {own_heads} KV heads do not divide one another")
+            # Fewer KV heads than ranks: every rank keeps one, so heads are there more than once.
+            token = 2 * max(1, own_heads // tp) * own_dim * size
             window = get("sliding_window") if kind == "sliding" else None
             groups.append(Group(name, n, 0, block, token, block * token, window=window))
     if not groups:
@@ -378,13 +375,6 @@ def _with_state(get: Any, where: str, g: Group, layers: int, dtypes: tuple[int, 
     return [replace(g, block_size=block, page_bytes=page), Group("state", layers, 0, block, 0, page, pieces)]
 
 
-def _heads_per_rank(kv_heads: int, tp: int, where: str) -> int:
-    # Fewer KV heads than ranks: every rank keeps one, so heads are there more than once.
-    if max(kv_heads, tp) % min(kv_heads, tp):
-        raise BadInput(f"{where}: tp {tp} and {kv_heads} KV heads do not divide one another")
-    return max(1, kv_heads // tp)
-
-
 def _slots(counts: Sequence[int], padding: str) -> list[int]:
     """Return the layers that are pulled for each kind, padding of vLLM's equal-sized layer groups included."""
     if len(counts) == 1:
@@ -393,7 +383,3 @@ def _slots(counts: Sequence[int], padding: str) -> list[int]:
     lengths = [[-(-(n - i) // -(-n // size)) for i in range(-(-n // size))] for n in counts]
     everywhere = size if padding == "all" else sorted(x for one in lengths for x in one)[-2]
     return [sum(max(x, everywhere) for x in one) for one in lengths]
-
-
-def _pieces(g: Group, kv_apart: bool) -> tuple[int, ...]:
-    return (g.page_bytes // 2,) * 2 if kv_apart and g.name != "MLA" else (g.page_bytes,)
