@@ -113,4 +113,5 @@ def _ratio(
 def _medians(ordered: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     n = len(ordered)
     at = np.floor(rng.beta((n + 1) / 2, (n + 1) / 2, DRAWS) * n)
-    return np.take(ordered, np.minimum(at, n - 1).astype(int))
+    drawn: np.ndarray = ordered[np.minimum(at, n - 1).astype(int)]
+    return drawn
