@@ -49,6 +49,11 @@ def _output(output: dict[str, Any]) -> str:
     if kind == "error":
         return f'<pre class="error">{html.escape(output["ename"])}: {html.escape(output["evalue"])}</pre>'
     data = output.get("data", {})
+    spec = data.get("application/vnd.vegalite.v5+json", {})
+    if any("bind" in p for p in spec.get("params", [])):
+        # Sliders: drawn by a Vega that travels in the page; the picture stays where scripts do not run.
+        svg = "".join(data.get("image/svg+xml", ""))
+        return f'<div class="output live" data-spec="{html.escape(json.dumps(spec))}">{svg}</div>'
     for mime in ("image/svg+xml", "text/html", "image/png", "text/markdown", "text/plain"):
         if mime in data:
             body = data[mime] if isinstance(data[mime], str) else "".join(data[mime])
@@ -129,6 +134,13 @@ def render(folder: Path) -> Path:
         '<li><a href="#provenance">Parameters and provenance</a></li></ul></nav>'
         f'{"".join(parts)}<h2 id="provenance">Parameters and provenance</h2>{provenance}</body></html>'
     )
+    if any('class="output live"' in p for p in parts):
+        import vl_convert
+
+        draw = 'document.querySelectorAll(".live").forEach(e=>vegaEmbed(e,JSON.parse(e.dataset.spec),{actions:false}))'
+        vega = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed")
+        scripts = f"<script>{vega}</script><script>{draw}</script>"
+        page = page.replace("</body></html>", f"{scripts}</body></html>")
     path = folder / "report.html"
     write_atomic(path, page.encode())
     return path
