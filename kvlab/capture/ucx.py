@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvlab.capture import logs
+from kvlab.capture import counter_text, logs
 from kvlab.capture.carrier import ALIASES, KNOWN_TRANSPORTS, Pull, agrees, decide, known_transport
 from kvlab.capture.vllm import kv_metrics
 
@@ -424,6 +424,7 @@ class _Reader:
         self.hanging: tuple[int, bytes, Item] | None = None
         self.event = ""
         self.pending: dict[str, int] = {}
+        self.counters: list[tuple[int, str]] = []
 
     def take(self, lines: Iterable[tuple[int, bytes]]) -> None:
         """Take the candidate lines of the file (the hot loop: about a microsecond a line)."""
@@ -585,6 +586,9 @@ class _Reader:
             self.feed(start, item)
         self.finish_threads()
         self.flush_telemetry()
+        lines = dict(self.counters)
+        for code, number, advice in counter_text.findings(counter_text.read(self.counters)):
+            self.evidence.problem(code, number, lines[number], advice)
 
     def keep_lanes(
         self, number: int, key: tuple[Any, ...], config: tuple[Any, ...], lanes: dict[str, list[str]]
@@ -640,6 +644,9 @@ class _Reader:
             elif self.event and found[2].isdigit():
                 self.telemetry(self.event, int(found[2][:18]))
                 self.event = ""
+            return
+        if counter_text.LINE.search(text):
+            self.counters += [(number, text[:300])] if len(self.counters) < KEEP else []
             return
         if found := _BUFFER.search(text):
             evidence.buffer_device = found[1]
@@ -697,6 +704,7 @@ def _interesting(item: Item) -> bool:
     return bool(
         "KV Transfer metrics" in text
         or _EVENT.search(text)
+        or counter_text.LINE.search(text)
         or _BUFFER.search(text)
         or _ENV.search(text)
         or logs.symptom(text)
