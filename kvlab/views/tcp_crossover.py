@@ -232,6 +232,19 @@ def constants_table(models: list[steps.Model]) -> gt.GT:
                        decimals=dict.fromkeys(columns, 2))  # fmt: skip
 
 
+def steps_chart(run: Run) -> charts.Shown:
+    """Draw the measured steps (dots, medians) on the fitted model (lines) over the prefix, a colour a chunk."""
+    _, frame = calibrate.fit_steps(run.table("steps"))
+    chunk = alt.Color("chunk_tokens:O", title="Chunk (tokens)")
+    base = alt.Chart(frame).encode(x=alt.X("prefix_tokens:Q", title="Prefix (tokens)"), color=chunk)
+    y = alt.Y("step_ms:Q", title="Step (ms)")
+    dots = base.mark_point(filled=True, size=50, opacity=1).encode(y=y, tooltip=list(frame))
+    worst = frame["residual"].abs().max()
+    heading = charts.title("Step times, measured and fitted", run, f"largest residual {worst:.1%}; {run.id}")
+    chart = alt.layer(base.mark_line().encode(y="model_ms:Q"), dots).properties(width=charts.WIDTH, title=heading)
+    return charts.show(chart, "steps", run)
+
+
 def check_chart(found: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw TTFT of 1P1D over that of replicas, predicted and measured, for each length and rate checked."""
     parts = []

@@ -9,10 +9,13 @@ import subprocess
 from dataclasses import replace
 
 import nbformat
+import numpy as np
+import pandas as pd
 import pytest
 
-from kvlab import report
-from kvlab.analysis import steps
+from kvlab import report, runs
+from kvlab.analysis import calibrate, steps
+from kvlab.analysis.calibrate import case
 from kvlab.views import tcp_crossover as view
 
 SPEC = "application/vnd.vegalite.v5+json"
@@ -75,6 +78,45 @@ def test_report_carries_the_sliders_and_fetches_nothing(page):
     page = page.read_text("utf-8")
     assert "vegaEmbed" in page and 'class="output live"' in page and "1P1D pays: 13,824" in page
     assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=.?https?:", page)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Steps of 8 ms + 0.05 ms a token + 1e-6 ms; 40 kB a token over 1 and 4 Gbps; measured at 512 and 16,384 tokens."""
+    rng = np.random.default_rng(1)
+    steps_, cells = [], []
+    for r in range(6):
+        for s in (0, 1024, 4096):
+            for n in (64, 128, 256):
+                ms = (8 + 0.05 * n + 1e-6 * n * (2 * s + n)) * rng.normal(1, 0.01)
+                steps_.append(("replica", s, n, ms, r))
+        for phase, lengths in (("calibrate", (512, 1024)), ("check", (512, 16384))):
+            for n in lengths:
+                own = 20 + 0.05 * n + 1e-6 * n * n
+                cells.append(("replica", case(phase, n, chunk=128), (own + 8 * n / 128) * rng.normal(1, 0.01), r))
+                for rate in (1, 4):
+                    ms = own + 8 * -(-n // 8192) + 30 + n * 40_000 * 8 / (rate * 1e6)
+                    cells.append(("1P1D", case(phase, n, gbps=rate), ms * rng.normal(1, 0.01), r))
+    made = runs.create("tcp-crossover", {}, run_dir=tmp_path / "measured")
+    made.write("steps", pd.DataFrame(steps_, columns=["arm", "prefix_tokens", "chunk_tokens", "step_ms", "repetition"]))
+    frame = pd.DataFrame(cells, columns=["arm", "case", "value", "repetition"])
+    made.write("cells", frame.assign(quantity="ttft_ms", unit="ms"))
+    kv = {"token_bytes": 40_000, "window_bytes": 0, "window_tokens": 1, "prefill_chunk": 8192}
+    made.update(outcome="completed", kv=kv)
+    return made
+
+
+def test_a_measured_run(run):
+    models = view.models_of(run)
+    found = calibrate.check(models, calibrate.points(run.table("cells")))
+    # 512 tokens: 4 steps of 8 ms against one and 30 ms; 16,384 at 4 Gbps: 128 steps (1,024 ms) against 1,357 ms.
+    assert found["outcome"].tolist() == ["hit"] * 4 and (found["ratio"] > 1).all()
+    assert "8.0" in view.constants_table(models).as_raw_html()
+    for shown in (view.check_chart(found, run), view.steps_chart(run)):
+        assert "<svg" in shown._repr_mimebundle_()["image/svg+xml"]
+    said = view.conclude(run, models, found, 8, 16)
+    assert "measured on both sides: 4 hit, 0 miss, 0 unresolved" in said
+    assert json.loads((run.path / "summary.json").read_text())["crossover"]["lower"] > 1000
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
