@@ -6,7 +6,8 @@ the holder ends, and the namespace goes with its last process, the veth pair and
 Nothing is written under /run/netns, so two runs never share a name, and both may use the same addresses.
 
 Both sides' interface has the same name, and UCX_NET_DEVICES is set to it: otherwise UCX takes ``lo`` for a
-peer of the same machine and the metadata load fails.  As root the namespaces are plain ones, else they are
+peer of the same machine and the metadata load fails.  UCX finds interfaces in /sys, which shows the namespace
+it was mounted from, so each process that joins gets a mount namespace with a /sys of its own.  As root the namespaces are plain ones, else they are
 made in a user namespace; where neither is allowed the places are loopback, and ``reason`` says why.
 """
 
@@ -27,6 +28,7 @@ from kvlab.placement import local
 IFACE = "kv0"
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
+_OWN_SYS = ("unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$@"', "sh")
 #: hash buckets of the per-flow cap: that many flows at most are told apart, two of four collide in 2 of 100 runs
 _FLOWS = 256
 
@@ -183,16 +185,14 @@ class Link:
         join = [] if root else [f"--user=/proc/{first}/ns/user", "--preserve-credentials"]
         second = self._hold(["unshare", "--net"] if root else ["nsenter", *join, "unshare", "--net"])
         pids = (first, second)
-        prefixes = [("nsenter", *join, f"--net=/proc/{pid}/ns/net") for pid in pids]
+        prefixes = [("nsenter", *join, f"--net=/proc/{pid}/ns/net", *_OWN_SYS) for pid in pids]
         _run([*prefixes[0], *f"ip link add {IFACE} type veth peer name {IFACE} netns {second}".split()])
+        places = []
         for prefix, address in zip(prefixes, _ADDRESSES, strict=True):
             commands = f"link set lo up\naddr add {address}/30 dev {IFACE}\nlink set {IFACE} up\n"
             _run([*prefix, "ip", "-batch", "-"], commands)
-        a, b = (
-            local.Place(f"link {n}", prefix, {"UCX_NET_DEVICES": IFACE}, address)
-            for n, (prefix, address) in enumerate(zip(prefixes, _ADDRESSES, strict=True))
-        )
-        self.places, self.kind = (a, b), "veth"
+            places.append(local.Place(f"{IFACE} {address}", prefix, {"UCX_NET_DEVICES": IFACE}, address))
+        self.places, self.kind = (places[0], places[1]), "veth"
         if self.rate_gbps is not None:
             self.set_rate(self.rate_gbps)
 
