@@ -211,8 +211,150 @@ class DescriptorShape(PullParams):
     contiguous: bool = True
     varied_in_flight: Annotated[list[Count], BeforeValidator(_listed)] = [4]
     varied_poll_interval_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [10]
-    #: a cell (arm, case) that has taken this long gets no further repetition
+    #: a cell (arm, case) that has taken this long gets no further repetition; one that would is left out
     cell_limit_s: Positive = 60
+
+
+class EngineArm(Arm):
+    """An arm of real engines: the environment of both, and what differs in how they are started."""
+
+    block_size: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    kv_connector_extra_config: Annotated[dict[str, Any], BeforeValidator(_structured)] = {}
+
+
+EngineArms = Annotated[list[EngineArm], BeforeValidator(_structured), Field(min_length=1)]
+
+
+class EngineParams(Experiment):
+    """What every experiment with real engines takes: the model and how engines are started."""
+
+    #: a hub name or a folder; empty: the stand-in model of ``stand_in``
+    model: Text = ""
+    #: shape of the stand-in (fields of kvlab.engines.model.StandIn)
+    stand_in: Annotated[dict[str, Any], BeforeValidator(_structured)] = {}
+    #: KV cache and weights; empty: float16 on CPU, the model's own on GPU
+    dtype: Text = ""
+    load_format: Text = ""
+    tp: Count = 1
+    block_size: Count | None = None
+    max_model_len: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    max_num_seqs: Count | None = None
+    kv_cache_bytes: Count | None = None
+    gpu_memory_utilization: Positive | None = None
+    #: GPUs of the prefill (or only) engine and of the decode engine, ``0,1``; empty: CPU engines
+    prefill_gpus: Text = ""
+    decode_gpus: Text = ""
+    #: further words of each engine's command line
+    engine_words: Annotated[list[Text], BeforeValidator(_listed)] = []
+    #: environment of every engine, below the arm's
+    engine_env: Env = {}
+    start_limit_s: Positive = 300
+    seed: Whole = 1
+
+
+class RelativeToNvlink(EngineParams):
+    """relative-to-nvlink: 1P1D engines, one arm a transport: pull, post, first token and throughput, relative."""
+
+    arms: EngineArms = Field(default_factory=lambda: [EngineArm.model_validate(a) for a in SHARED_MEMORY_AND_TCP])
+    prompt_tokens: Counts = [512, 1024, 2048]
+    output_tokens: Count = 16
+    #: requests one at a time, and as many at once as ``concurrency`` says, in each repetition
+    serial_requests: Count = 3
+    concurrent_requests: Whole = 6
+    concurrency: Count = 6
+    repetitions: Count = 3
+    #: how often each arm's engines are started, arms in turn; a start is a block of its own
+    starts: Count = 1
+    #: prompts of the answer check at the first start of each arm; 0 leaves it out
+    answer_prompts: Whole = 3
+    #: ``client``: kvlab does prefill and decode requests itself and tells them apart; ``router``: vllm-router
+    hand_over: Literal["client", "router"] = "client"
+
+
+class PostStall(EngineParams):
+    """post-stall: does posting thousands of reads hold up the requests that the decode engine is running?
+
+    A steady load decodes while other requests' KV arrives.  Arms differ only in how many descriptors the same bytes
+    are cut into.  Control: the same prefills at the same rate, whose KV nobody pulls.
+    """
+
+    arms: EngineArms = Field(
+        default_factory=lambda: [
+            EngineArm(
+                label=f"{n} tokens a block", block_size=n, env={"UCX_TLS": "sm,self,cma,tcp"}, expect="shared memory"
+            )
+            for n in (32, 128)
+        ]
+    )
+    #: requests that decode all the time, from short prompts of their own
+    steady_requests: Count = 4
+    steady_prompt_tokens: Count = 32
+    steady_output_tokens: Count = 400
+    #: prompts whose KV arrives meanwhile, this many seconds apart; they get one token
+    pulled_prompt_tokens: Counts = [2048]
+    pulls: Count = 8
+    interval_s: Positive = 1.0
+    repetitions: Count = 3
+    starts: Count = 1
+
+
+class TcpTuning(PullParams):
+    """tcp-tuning: one knob of UCX's TCP and of NIXL at a time, over links of several rates between two places.
+
+    Without ``arms`` they are made from the lists: UCX's own sizes first (the baseline), then each segment size;
+    threads, socket buffers and RMA rails at ``base_segment``, threads at UCX's own size too.
+    """
+
+    arms: Arms = Field(default_factory=list, validate_default=False)
+    #: ``none``, a cap in Gbps for all connections together, or ``N per flow`` for each TCP connection
+    links: Annotated[
+        list[Annotated[Text, Field(pattern=r"^(none|\d+(\.\d+)?( per flow)?)$")]],
+        BeforeValidator(_listed),
+        Field(min_length=1),
+    ] = [
+        "none",
+        "4.97",
+        "1.25 per flow",
+    ]
+    #: UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; UCX's own are 8k and 64k
+    segment_sizes: Texts = ["16k", "64k", "256k", "1m"]
+    base_segment: Text = "256k"
+    #: NIXL worker threads, each with a TCP connection of its own
+    thread_counts: Annotated[list[Count], BeforeValidator(_listed)] = [4]
+    #: UCX_TCP_SNDBUF and UCX_TCP_RCVBUF; UCX's own leaves them to the kernel
+    socket_buffers: Annotated[list[Text], BeforeValidator(_listed)] = ["8m"]
+    rma_rails: Annotated[list[Count], BeforeValidator(_listed)] = [4]
+    #: NIXL splits a transfer over its threads from 1,024 descriptors up
+    descriptor_counts: Counts = [1023, 1024]
+    descriptor_bytes: Count = 64 << 10
+    pull_time_limit_s: Positive = 10
+    warmup: Whole = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arms_from_lists(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("arms"):
+            return data
+        take = {n: data.get(n, f.get_default(call_default_factory=True)) for n, f in cls.model_fields.items()}
+        base, lists = str(take["base_segment"]), {k: _listed(take[k]) or [] for k in _TCP_KNOBS}
+
+        def arm(label: str, segment: str = "", threads: int | None = None, **env: str) -> dict[str, Any]:
+            sizes = dict.fromkeys(("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"), segment) if segment else {}
+            env = {"UCX_TLS": "tcp", **sizes, **env}
+            return {"label": label, "env": env, "nixl_threads": threads, "expect": "tcp"}
+
+        arms = [arm("UCX default"), *(arm(s, s) for s in map(str, lists["segment_sizes"]))]
+        for n in lists["thread_counts"]:
+            arms += [arm(f"UCX default, {n} threads", "", n), arm(f"{base}, {n} threads", base, n)]
+        for size in lists["socket_buffers"]:
+            arms += [arm(f"{base}, buffers {size}", base, UCX_TCP_SNDBUF=str(size), UCX_TCP_RCVBUF=str(size))]
+        arms += [arm(f"{base}, {n} rails", base, UCX_MAX_RMA_RAILS=str(n)) for n in lists["rma_rails"]]
+        return {**data, "arms": arms}
+
+
+_TCP_KNOBS = ("segment_sizes", "thread_counts", "socket_buffers", "rma_rails")
 
 
 def explain(error: ValidationError, where: str) -> BadInput:
