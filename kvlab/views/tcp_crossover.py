@@ -46,8 +46,13 @@ def published_table() -> gt.GT:
                        decimals=digits, note=f"Model: {steps.PUBLISHED.source}.")  # fmt: skip
 
 
+def _grid(most: int) -> int:
+    """Space about 192 input lengths up to ``most``, by multiples of 64 where that is not too coarse."""
+    return max(16, 64 * round(most / 192 / 64))
+
+
 def _curves(m: steps.Model, gbps: float, gap_ms: float, most: int) -> pd.DataFrame:
-    frame = steps.curve(m, np.arange(most // 192, most + 1, most // 192), gbps, gap_ms)
+    frame = steps.curve(m, np.arange(_grid(most), most + 1, _grid(most)), gbps, gap_ms)
     parts = {ALONE: frame["replica_ms"], BOTH: frame["1p1d_ms"]}
     long = pd.concat(frame[["prompt_tokens", "chunk_tokens"]].assign(arm=k, ttft_s=v / 1e3) for k, v in parts.items())
     return long.replace(np.inf, np.nan).dropna()
@@ -65,7 +70,7 @@ def ttft_chart(
     said: str = "",
 ) -> charts.Shown:
     """Draw both TTFTs over input length, the pay-off window behind them and ``points`` (arm, prompt_tokens, ttft_s)."""
-    w = steps.window(m, gbps, gap_ms=gap_ms, most=most, grid=most // 192)
+    w = steps.window(m, gbps, gap_ms=gap_ms, most=most, grid=_grid(most))
     x = alt.X("prompt_tokens:Q", title="Input (tokens)", scale=alt.Scale(domain=[0, most]))
     y = alt.Y("ttft_s:Q", title="TTFT (s, log scale)", scale=alt.Scale(type="log", nice=False))
     line = alt.Chart(_curves(m, gbps, gap_ms, most)).mark_line(strokeWidth=2).encode(x=x, y=y, color=_COLOUR)
@@ -124,7 +129,7 @@ def explorer(
 
     Everything is computed in Vega expressions from the model's constants, so that it needs no Python behind it.
     """
-    grid = most // 192
+    grid = _grid(most)
     slope = 2 * m.attention_ms if m.decode_token_ms is None else m.decode_token_ms
     start = m.fixed_ms + (m.token_ms if m.decode_token_ms is None else 0)
     c = max(m.attention_ms, 1e-12)
@@ -160,7 +165,8 @@ def explorer(
         calc(f"min(datum.max + {grid}, max(datum.max, floor((gap - {start}) / {slope or 1e-12} + 1e-6)))", "edge"),
         calc(f"datum.edge < datum.max + {grid} ? datum.edge : datum.max", "upper"),
     ]
-    ends = "format(datum.min, ',') + ' to ' + format(datum.upper, ',') + ' tokens'"
+    past = f"datum.max + {grid} > {most} ? ' tokens and up' : ' to ' + format(datum.upper, ',') + ' tokens'"
+    ends = f"format(datum.min, ',') + ({past})"
     x = {"field": "L", "type": "quantitative", "title": "Input (tokens)", "scale": {"domain": [0, most]}}
     log = {"type": "log"}
     lines: dict[str, Any] = {
@@ -183,7 +189,7 @@ def explorer(
                       {"filter": wins("datum.ms")}, calc("datum.L", "at"), *edges],
         "mark": {"type": "area", "opacity": 0.35, "color": "#009E73", "line": {"color": "#00664a"}},
         "encoding": {"x": {"field": "r", "type": "quantitative", "title": "Link rate (Gbps, log scale)",
-                           "scale": log | {"domain": [rates[0], rates[-1]]}},
+                           "scale": log | {"domain": [rates[0], rates[-1]], "nice": False}},
                      "y": {"field": "min", "type": "quantitative", "title": "Input where 1P1D pays (tokens)",
                            "scale": {"domain": [0, most]}}, "y2": {"field": "upper"}},
     }  # fmt: skip
@@ -194,7 +200,9 @@ def explorer(
                ("ttft", _NONE_S, 0.5, _NONE_S, 0.1, f"TTFT limit (s; {_NONE_S}: none)"),
                ("kv", m.token_bytes / 1024, 1, 400, 0.1, "KV a token that grows (KiB)")]  # fmt: skip
     panels = [{"layer": [lines, verdict], "height": 240}, {"layer": [area, here], "height": 200}]
-    heading = charts.title("Move the sliders: both TTFTs, and where 1P1D pays", None, m.source)
+    heading = charts.title(
+        "Move the sliders: both TTFTs, and where 1P1D pays", None, f"{m.source}; every {grid} tokens"
+    )
     spec = {
         "title": heading.to_dict(),
         "params": [
