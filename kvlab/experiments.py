@@ -49,6 +49,7 @@ class Experiment:
 
 
 _NIXL = (("nixl", "cpu"),)
+_ENGINES = (("nixl", "cpu"), ("vllm", "gpu"))
 
 EXPERIMENTS: dict[str, Experiment] = {
     e.name: e
@@ -81,6 +82,22 @@ EXPERIMENTS: dict[str, Experiment] = {
             "08_ttft_by_transport.ipynb",
             "TtftByTransport",
             "What does the transport add to the first token, and what are the 98 seconds over TCP made of?",
+        ),
+        Experiment(
+            "relative-to-nvlink",
+            "04_relative_to_nvlink.ipynb",
+            "RelativeToNvlink",
+            "With real engines: pull, post, first token and throughput of each transport, relative to the baseline",
+            default="cpu",
+            needs=_ENGINES,
+        ),
+        Experiment(
+            "post-stall",
+            "09_post_stall.ipynb",
+            "PostStall",
+            "Does posting a pull's reads hold up the requests that the decode engine is running?",
+            default="cpu",
+            needs=_ENGINES,
         ),
     )
 }
