@@ -325,6 +325,10 @@ class Pair:
             )
         return rows
 
+    def pid(self, side: str) -> int:
+        """Return the process id of ``target`` or ``initiator``."""
+        return int(self._processes[side].pid)
+
     def copy_limit(self, size: int) -> float:
         """Return the seconds that a plain copy of ``size`` bytes takes in the initiator's memory."""
         return float(self._ask("initiator", 60, op="copy", size=size)["seconds"])
