@@ -357,6 +357,37 @@ class TcpTuning(PullParams):
 _TCP_KNOBS = ("segment_sizes", "thread_counts", "socket_buffers", "rma_rails")
 
 
+class ChunkFirst(EngineParams):
+    """chunk-first: replicas over the prefill chunk (max-num-batched-tokens), then against 1P1D on equal hardware."""
+
+    #: chunks to try, each with its own start of the replicas
+    chunk_tokens: Counts = [2048, 1024, 512, 256]
+    replicas: Count = 2
+    #: one prefill and one decode engine beside the replicas; off where there is room for one engine only
+    one_p_one_d: bool = True
+    #: the prefill chunk of 1P1D, which no running request waits for
+    pd_chunk_tokens: Count = 8192
+    prompt_tokens: Count = 2048
+    output_tokens: Count = 32
+    #: offered loads in requests a second, over all engines (Poisson arrivals)
+    rates_rps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.3, 0.6]
+    requests: Count = 20
+    repetitions: Count = 1
+    #: environment and expected transport of 1P1D
+    pd_arm: Annotated[EngineArm, BeforeValidator(_structured)] = Field(
+        default_factory=lambda: EngineArm(label="1P1D", env={"UCX_TLS": "tcp"}, expect="tcp")
+    )
+    #: of an image, audio clip or video: the engine takes no smaller chunk unless their limits are 0
+    max_tokens_per_mm_item: Whole = 0
+    limit_mm_per_prompt: Annotated[dict[str, Whole], BeforeValidator(_structured)] = {}
+    #: limits that configurations are ranked over
+    ttft_limits_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [1000, 2000, 3000, 5000, 8000, 12000]
+    gap_limits_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [50, 100, 200, 400, 800, 1600]
+    #: also measure step times at each chunk, for tcp-crossover's model: one long prompt beside one running request
+    step_prompt_tokens: Annotated[list[Count], BeforeValidator(_listed)] = []
+    step_repetitions: Count = 3
+
+
 def explain(error: ValidationError, where: str) -> BadInput:
     """Turn pydantic's errors into one line: where, which key, what is wrong."""
     first = error.errors()[0]

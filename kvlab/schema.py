@@ -153,6 +153,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("prefix_tokens", _I, "Tokens before the step", "tokens"),
         Column("chunk_tokens", _I, "Tokens in the step", "tokens"),
         Column("step_ms", _F, "Step", "ms", required=True),
+        Column("prompt_tokens", _I, "Prompt length", "tokens"),
         Column("repetition", _I, "Repetition"),
     ),
     "phases": (

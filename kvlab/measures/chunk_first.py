@@ -1,0 +1,178 @@
+"""chunk-first: replicas at every prefill chunk, then 1P1D, under the same offered loads.
+
+Every configuration has its own engines, started one after another in an order drawn from the seed; requests of one
+load are the same for all.  Where asked for, step times are measured at each chunk too.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvlab.engines import answers, launch
+from kvlab.engines import pd as handover
+from kvlab.engines.load import Generator, Load
+from kvlab.engines.router import Router
+from kvlab.engines.vllm import Command, Engine
+from kvlab.errors import BadInput
+from kvlab.measures.common import progress, record_evidence
+from kvlab.measures.engines import Bench, Engines, engine, model_of
+from kvlab.params import ChunkFirst, EngineArm
+from kvlab.runs import Run, safe_name
+
+#: gaps of the running request longer than this many of its usual ones belong to a prefill step
+STEP_TIMES = 1.5
+
+
+def check_chunks(params: ChunkFirst, model: str) -> None:
+    """Refuse a chunk that the engine itself would refuse at its start; BadInput says which and why.
+
+    vLLM's scheduler needs max_num_batched_tokens of at least max_num_seqs, and of at least one multimodal item's
+    tokens (max_tokens_per_mm_item) unless limit-mm-per-prompt sets every modality to 0.
+    """
+    smallest = min(params.chunk_tokens)
+    if params.max_num_seqs and smallest < params.max_num_seqs:
+        raise BadInput(f"chunk_tokens: {smallest} is less than max_num_seqs {params.max_num_seqs}, which vLLM refuses")
+    allowed = {k: n for k, n in params.limit_mm_per_prompt.items() if n}
+    off = params.limit_mm_per_prompt and not allowed
+    if params.max_tokens_per_mm_item > smallest and not off:
+        raise BadInput(
+            f"chunk_tokens: {smallest} is less than one multimodal item ({params.max_tokens_per_mm_item} tokens): "
+            'raise it, or serve text only with limit_mm_per_prompt: {"image": 0, "audio": 0, "video": 0}'
+        )
+    config = Path(model) / "config.json"
+    if config.is_file() and not params.max_tokens_per_mm_item and not off:
+        keys = json.loads(config.read_text("utf-8"))
+        found = [k for k in ("vision_config", "audio_config", "video_config") if k in keys]
+        if found:
+            raise BadInput(
+                f"{model} takes {found[0].split('_')[0]} input, whose largest item is a floor for the chunk: set "
+                'max_tokens_per_mm_item, or limit_mm_per_prompt: {"image": 0, "audio": 0, "video": 0} for text only'
+            )
+
+
+def configurations(params: ChunkFirst, model: str) -> list[tuple[EngineArm, list[Engine], int]]:
+    """Return (arm, engines, chunk) of every configuration, replicas first."""
+    out = []
+    limits = {"limit_mm_per_prompt": params.limit_mm_per_prompt}
+    for chunk in params.chunk_tokens:
+        arm = EngineArm(label=f"replicas, chunk {chunk}")
+        spec = engine(params, arm, "replica", model, max_num_batched_tokens=chunk, **limits)
+        out.append((arm, [spec.model_copy() for _ in range(params.replicas)], chunk))
+    if params.one_p_one_d:
+        chunk = params.pd_chunk_tokens
+        roles = [
+            engine(params, params.pd_arm, role, model, max_num_batched_tokens=chunk, **limits)
+            for role in ("prefill", "decode")
+        ]
+        out.append((params.pd_arm, roles, chunk))
+    return out
+
+
+def dry_run(params: ChunkFirst) -> list[Command]:
+    """Return what would be started, configuration after configuration."""
+    model, out = model_of(params), []
+    for arm, specs, _ in configurations(params, model):
+        router = Router() if len(specs) > 1 and specs[0].role == "replica" else None
+        folder = Path(params.out) / "RUN" / "logs" / safe_name(arm.label)
+        out += launch.commands(specs, folder=folder, router=router)
+    return out
+
+
+def measure(params: ChunkFirst, run: Run) -> None:
+    """Fill ``requests``, ``phases``, ``engine_metrics``, ``pulls`` and, where asked, ``steps``."""
+    model, began = model_of(params), time.time()
+    check_chunks(params, model)
+    todo = configurations(params, model)
+    order = np.random.default_rng(params.seed).permutation(len(todo))
+    steps: list[pd.DataFrame] = []
+    with Generator(run.logs / "bench.log", model, began_s=began) as generator:
+        bench = Bench(run, generator, began)
+        for arm, specs, chunk in progress([todo[i] for i in order], "configurations"):
+            router = Router() if len(specs) > 1 and specs[0].role == "replica" else None
+            with bench.up(arm, specs, router=router, limit_s=params.start_limit_s) as engines:
+                for repetition in range(-1, params.repetitions):
+                    for rate in params.rates_rps if repetition >= 0 else params.rates_rps[:1]:
+                        load = Load(
+                            params.requests if repetition >= 0 else 2 * len(specs),
+                            params.prompt_tokens,
+                            params.output_tokens,
+                            rate_rps=rate if repetition >= 0 else None,
+                            concurrency=None if repetition >= 0 else len(specs),
+                            seed=params.seed + repetition + round(1000 * rate),
+                            phase=f"{rate:g} requests/s",
+                            repetition=repetition,
+                            warmup=repetition < 0,
+                        )
+                        engines.phase(load, chunk_tokens=chunk)
+                if params.step_prompt_tokens and specs[0].role == "replica":
+                    steps.append(step_times(engines, params, chunk, bench.began_s).assign(arm=arm.label))
+                    run.write("steps", pd.concat(steps, ignore_index=True))
+        logs = {a: files for a, files in bench.logs.items() if a == params.pd_arm.label}
+        if logs and run.has("pulls"):
+            sizes = run.table("pulls")["descriptor_bytes"].dropna()
+            place = "cuda" if params.decode_gpus else "host"
+            size = int(sizes.median()) if len(sizes) else 128 * 1024
+            record_evidence(run, [params.pd_arm], logs, descriptor_bytes=size, local=place, remote=place)
+
+
+def step_times(engines: Engines, params: ChunkFirst, chunk: int, began_s: float) -> pd.DataFrame:
+    """Measure the engine's steps at ``chunk``: one request decodes while a long prompt is prefilled beside it.
+
+    Between two tokens of the running request lies one step; while the prompt is prefilled each step carries a chunk of
+    it (less the one token of the running request), so the long gaps in a row are the steps at prefix 0, chunk, ...
+    Returns rows of table ``steps``; a prompt whose number of long gaps is not the number of its chunks is left out.
+    """
+    rows: list[dict[str, Any]] = []
+    target = engines.cluster.engines[0]
+    for tokens in params.step_prompt_tokens:
+        for repetition in range(-1, params.step_repetitions):
+            prompt = answers.prompts(1, tokens, params.seed + 100 * repetition + tokens, 1000)[0]
+            body = {"model": target.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            # Long enough to outlast the prompt's prefill: as many tokens as steps, and some before and after.
+            length = 24 + 2 * -(-tokens // max(1, chunk - 1))
+            name = {"phase": f"steps {tokens}", "repetition": repetition, "seed": params.seed}
+            load = Load(1, 32, length, concurrency=1, warmup=True, **name)
+            times: dict[str, float] = {}
+
+            def send(body: dict[str, Any] = body, times: dict[str, float] = times) -> None:
+                time.sleep(0.3)
+                times["sent"] = time.time() - began_s
+                handover.post(target.url + "/v1/completions", body)
+                times["done"] = time.time() - began_s
+
+            thread = threading.Thread(target=send, daemon=True)
+            thread.start()
+            frame, _ = engines.bench.generator.phase(load, target, engines.arm.label)
+            thread.join(300)
+            one = frame.iloc[0]
+            if repetition < 0 or "done" not in times or not isinstance(one["gaps_ms"], list):
+                continue
+            rows += [
+                {**row, "repetition": repetition, "prompt_tokens": tokens}
+                for row in prefill_steps(one, times["sent"], times["done"], tokens, chunk)
+            ]
+    return pd.DataFrame(rows)
+
+
+def prefill_steps(request: pd.Series, sent_s: float, done_s: float, tokens: int, chunk: int) -> list[dict[str, Any]]:
+    """Pick the steps of a prompt sent at ``sent_s`` and answered at ``done_s`` out of a running request's gaps."""
+    gaps = np.asarray(request["gaps_ms"], float)
+    ends = request["start_s"] + (request["ttft_ms"] + np.cumsum(gaps)) / 1e3
+    usual = float(np.median(gaps))
+    inside = (ends > sent_s) & (ends - gaps / 1e3 < done_s) & (gaps > STEP_TIMES * usual)
+    found = gaps[inside]
+    own = chunk - 1  # the running request's own token is part of the step
+    count = -(-tokens // own)
+    if len(found) != count:
+        return []
+    return [
+        {"prefix_tokens": i * own, "chunk_tokens": min(own, tokens - i * own), "step_ms": float(g)}
+        for i, g in enumerate(found)
+    ]
