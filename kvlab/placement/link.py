@@ -7,8 +7,9 @@ Nothing is written under /run/netns, so two runs never share a name, and both ma
 
 Both sides' interface has the same name, and UCX_NET_DEVICES is set to it: otherwise UCX takes ``lo`` for a
 peer of the same machine and the metadata load fails.  UCX finds interfaces in /sys, which shows the namespace
-it was mounted from, so each process that joins gets a mount namespace with a /sys of its own.  As root the namespaces are plain ones, else they are
-made in a user namespace; where neither is allowed the places are loopback, and ``reason`` says why.
+it was mounted from, so each process that joins gets a mount namespace with a /sys of its own.  As root the
+namespaces are plain ones, else they are made in a user namespace; where neither is allowed the places are
+loopback, and ``reason`` says why.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 from kvlab.errors import BadInput, RunFailed
 from kvlab.placement import local
@@ -127,16 +125,18 @@ class Link:
             local.stop(holder, 2)
         self._holders = []
 
-    def set_rate(self, rate_gbps: float | None) -> None:
-        """Change the rate while traffic flows; RunFailed on loopback."""
+    def set_rate(self, rate_gbps: float | None, per_flow: bool | None = None) -> None:
+        """Change the rate (and, unless None, what it caps) while connections live; RunFailed on loopback."""
         if self.kind != "veth":
             raise RunFailed(f"the rate of loopback cannot be set ({self.reason})")
+        if rate_gbps is not None and not 0.001 <= rate_gbps <= 400:
+            raise BadInput(f"a link rate of {rate_gbps} Gbps cannot be set; 0.001 to 400 can, and None for no cap")
+        self.rate_gbps, self.per_flow = rate_gbps, self.per_flow if per_flow is None else per_flow
         for number, place in enumerate(self.places):
-            # The part of the shaping that the old rate made may be absent: -force goes on.
-            _run([*place.prefix, "tc", "-force", "-batch", "-"], "qdisc del dev kv0 root\n", check=False)
+            # Fails when there was no rate, which is as well.
+            _run([*place.prefix, "tc", "qdisc", "del", "dev", IFACE, "root"], check=False)
             if rate_gbps is not None:
                 _run([*place.prefix, "tc", "-batch", "-"], _shaping(rate_gbps, self.per_flow, number))
-        self.rate_gbps = rate_gbps
 
     def flows(self, side: int, pid: int | None = None) -> list[Flow]:
         """Return the TCP connections of ``places[side]``, of one process when ``pid`` is given."""
@@ -144,37 +144,6 @@ class Link:
             return []
         found = flows_of(_run([*self.places[side].prefix, "ss", "-tinpH"]))
         return [f for f in found if pid is None or f.pid == pid]
-
-    def plain_flow_gbps(self, size: int, logs: Path, *, streams: int = 1) -> float:
-        """Return the rate of ``size`` bytes over plain TCP connections from the first place to the second."""
-        import socket
-
-        ends, processes = [], []
-        try:
-            for number, place in enumerate(self.places):
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    argv = local.python("-m", "kvlab.pull_agent", str(theirs.fileno()), str(os.getpid()))
-                    log, fds = logs / f"plain_flow.{number}.log", (theirs.fileno(),)
-                    processes.append(local.start(argv, env=os.environ, log=log, place=place, pass_fds=fds))
-                ends.append(Connection(ours.detach()))
-            feed, drink = ends
-            address = self.places[0].address
-            feed.send({"op": "listen", "address": address, "streams": streams})
-            port = feed.recv()["port"]
-            feed.send({"op": "feed", "size": size})
-            drink.send({"op": "drink", "address": address, "port": port, "size": size, "streams": streams})
-            reply: dict[str, Any] = drink.recv()
-        except (OSError, EOFError, KeyError) as error:
-            raise RunFailed(f"a plain TCP flow over the link failed: {error!r}; logs in {logs}") from None
-        finally:
-            for end in ends:
-                end.close()
-            for process in processes:
-                local.stop(process, 1)
-        if "error" in reply:
-            raise RunFailed(f"a plain TCP flow over the link failed: {reply['error']}; logs in {logs}")
-        return size * 8 / float(reply["seconds"]) / 1e9
 
     def _make(self) -> None:
         missing = [t for t in _TOOLS if not shutil.which(t)]
@@ -228,14 +197,10 @@ def _shaping(rate_gbps: float, per_flow: bool, side: int) -> str:
     # destination port on the target's side (TCP header word 0, after 20 bytes of IP), of the source port here.
     mask = "0x000000ff" if side == 0 else "0x00ff0000"
     lines = [f"qdisc add dev {IFACE} root handle 1: htb default 1"]
-    lines += [f"filter add dev {IFACE} parent 1: prio 1 handle 2: protocol ip u32 divisor {_FLOWS}"]
+    add = f"filter add dev {IFACE} parent 1: protocol ip prio 1"
+    lines += [f"{add} handle 2: u32 divisor {_FLOWS}"]
     for n in range(_FLOWS):
         lines += [f"class add dev {IFACE} parent 1: classid 1:{n + 1:x} htb rate {rate} burst {burst} cburst {burst}"]
-        lines += [
-            f"filter add dev {IFACE} protocol ip parent 1: prio 1 u32 ht 2:{n:x}: match u32 0 0 flowid 1:{n + 1:x}"
-        ]
-    lines += [
-        f"filter add dev {IFACE} protocol ip parent 1: prio 1 u32 ht 800:: match u32 0 0 "
-        f"hashkey mask {mask} at 20 link 2:"
-    ]
+        lines += [f"{add} u32 ht 2:{n:x}: match u32 0 0 flowid 1:{n + 1:x}"]
+    lines += [f"{add} u32 ht 800:: match u32 0 0 hashkey mask {mask} at 20 link 2:"]
     return "\n".join(lines) + "\n"
