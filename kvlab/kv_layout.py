@@ -10,10 +10,10 @@ of one layer), so a pull is a list of pages, and its length is what decides the 
 - *state* layers (gated delta net) keep one state a request, read as four descriptors a layer.
 
 Where full and sliding layers mix, vLLM makes all pages the same size by raising the block size of the
-layers with the smaller page (``unify_kv_cache_spec_page_size`` in vllm/v1/core/kv_cache_utils.py), and
-groups layers so that every group has as many as the smallest kind has (``_get_kv_cache_groups_uniform_
-page_size``).  A group that does not come out even is padded, and NixlConnector pulls the padding too.
-With state layers the block grows until an attention page holds a state (``_align_hybrid_block_size``).
+layers with the smaller page (``unify_kv_cache_spec_page_size`` in v1/core/kv_cache_utils.py) and groups
+them by the size of the smallest kind (``_get_kv_cache_groups_uniform_page_size``).  A group that does
+not come out even is padded, and NixlConnector pulls the padding too.  With state layers the block grows
+until an attention page holds a state (``_align_hybrid_block_size``).
 
 Two engines, two ways (both read in their source): vLLM 0.23 indexes K and V apart, two descriptors a
 page (FLASH_ATTN registers two tensors, FlashInfer's one is split by NixlConnector), and reads all
@@ -26,6 +26,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,7 +64,6 @@ class Group:
     :ivar token_bytes: KV of one token in one layer (0 for a state)
     :ivar page_bytes: one block of one layer as it lies in memory, padding included
     :ivar pieces: sizes of the descriptors that one page is read as, bytes
-    :ivar window: tokens that a sliding layer keeps; None for the others
     """
 
     name: str
@@ -106,10 +106,7 @@ class PullShape:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model's KV lies in one rank's cache; :meth:`pull` says what a prompt hands over.
-
-    ``inferred`` says what of it was worked out backwards from published counts and is stated nowhere.
-    """
+    """How one model's KV lies in one rank's cache; ``inferred``: what was worked out from published counts only."""
 
     name: str
     model: str
@@ -169,8 +166,8 @@ class Layout:
                 g = groups[p.name]
                 what = {"group": g.name, "layers": g.layers, "window_tokens": g.window, "block_size": g.block_size}
                 rows.append({**head, **what, **{k: v for k, v in vars(p).items() if k != "name"}})
-            whole = {"group": "all", "layers": sum(g.layers for g in self.groups)}
-            rows.append({**head, **whole, "descriptors": shape.descriptors, "bytes": shape.bytes})
+            sums = {"group": "all", "descriptors": shape.descriptors, "bytes": shape.bytes}
+            rows.append({**head, **sums, "layers": sum(g.layers for g in self.groups)})
         not_in_all = ("window_tokens", "block_size", "blocks", "descriptor_bytes")
         return pd.DataFrame(rows).astype(dict.fromkeys(not_in_all, "Int64"))
 
@@ -223,7 +220,7 @@ def load(
     apart, padding = ENGINES[engine]
     read = {"kv_apart": apart, "extra_window_blocks": 1, **entry.get("reading", {})}
     read |= {k: v for k, v in asked.items() if v is not None}
-    groups = _groups(config, where, DTYPE_BYTES[dtype], DTYPE_BYTES[own], read.get("block_size"), tp)
+    groups = _groups(config, where, (DTYPE_BYTES[dtype], DTYPE_BYTES[own]), read.get("block_size"), tp)
     slots = _slots([g.layers for g in groups], padding if all(g.token_bytes for g in groups) else "all")
     for i, g in enumerate(groups):
         halves = 2 if read["kv_apart"] and g.name != "MLA" else 1
@@ -248,14 +245,14 @@ def _entry(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     known = {alias: short for short, e in _shipped().items() for alias in (short, e["model"].lower())}
     if short := known.get(name.lower()):
         return short, _shipped()[short]
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
+    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
+    if not os.path.isfile(path):  # unlike Path's, says no to a name that no file can have
         near = list(dict.fromkeys(known[m] for m in difflib.get_close_matches(name.lower(), known, 3, 0.5)))
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names())}"
         raise BadInput(f"no layout and no config.json at {name!r}; {hint}")
     try:
         config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: not a readable config.json: {error}") from None
     if not isinstance(config, dict):
         raise BadInput(f"{path}: a model's config.json is a JSON object")
@@ -297,7 +294,7 @@ def _kinds(c: Mapping[str, Any], where: str) -> list[str]:
     # Qwen's classes leave the window off unless told to use it.
     windowed = c.get("sliding_window") and c.get("use_sliding_window", not family.startswith("qwen"))
     if listed is not None:
-        kinds = [str(k).removesuffix("_attention") for k in listed]
+        kinds = [str(k).removesuffix("_attention") for k in (listed if isinstance(listed, list) else [listed])]
         odd = [k for k in kinds if k not in ("full", "sliding", "linear")]
         if odd or len(kinds) != n:
             what = f"a layer of type {odd[0]!r}" if odd else f"{len(kinds)} layer_types for {n} layers"
@@ -310,14 +307,13 @@ def _kinds(c: Mapping[str, Any], where: str) -> list[str]:
     elif isinstance(pattern, int) and pattern > 0:
         kinds = ["sliding" if (i + 1) % pattern else "full" for i in range(n)]
     else:
-        kinds = ["full" if i < (c.get("max_window_layers") or 0) else "sliding" for i in range(n)]
+        first = _whole(c.get("max_window_layers") or 0, "max_window_layers", where, 0)
+        kinds = ["full" if i < first else "sliding" for i in range(n)]
     # Gemma 3n and the small Gemma 4: the last layers read the KV of earlier ones.
-    return kinds[: n - _whole(c.get("num_kv_shared_layers") or 0, "num_kv_shared_layers", where, 0)]
+    return kinds[: max(0, n - _whole(c.get("num_kv_shared_layers") or 0, "num_kv_shared_layers", where, 0))]
 
 
-def _groups(
-    config: Mapping[str, Any], where: str, size: int, state_size: int, block_size: int | None, tp: int
-) -> list[Group]:
+def _groups(config: Mapping[str, Any], where: str, sizes: tuple[int, int], block: int | None, tp: int) -> list[Group]:
     """Read the layer kinds and even their pages out as vLLM does; no padding of groups, K and V not split yet."""
     c = _text(config)
     if odd := [key for key in _UNKNOWN if c.get(key) or config.get(key)]:
@@ -325,12 +321,11 @@ def _groups(
     get = functools.partial(_number, c, where)
     kinds = _kinds(c, where)
     if c.get("kv_lora_rank"):
-        latent = (get("kv_lora_rank") + get("qk_rope_head_dim")) * size
-        block = block_size or DEFAULT_MLA_BLOCK
+        latent, block = (get("kv_lora_rank") + get("qk_rope_head_dim")) * sizes[0], block or DEFAULT_MLA_BLOCK
         return [Group("MLA", len(kinds), 0, block, latent, block * latent)]
-    block, gemma4 = block_size or DEFAULT_BLOCK, str(c.get("model_type")).startswith("gemma4")
+    block, gemma4 = block or DEFAULT_BLOCK, str(c.get("model_type")).startswith("gemma4")
     heads = get("num_attention_heads")
-    head_dim = get("head_dim") if c.get("head_dim") else get("hidden_size") // heads
+    head_dim = _whole(c.get("head_dim") or get("hidden_size") // heads, "head_dim", where)
     if get("v_head_dim", head_dim) != head_dim:
         raise BadInput(f"{where}: values of another width than keys (v_head_dim), which kvlab does not know")
     groups = []
@@ -344,7 +339,7 @@ def _groups(
             if max(own_heads, tp) % min(own_heads, tp):
                 raise BadInput(f"{where}: tp {tp} and {own_heads} KV heads do not divide one another")
             # Fewer KV heads than ranks: every rank keeps one, so heads are there more than once.
-            token = 2 * max(1, own_heads // tp) * own_dim * size
+            token = 2 * max(1, own_heads // tp) * own_dim * sizes[0]
             window = get("sliding_window") if kind == "sliding" else None
             groups.append(Group(name, n, 0, block, token, block * token, window=window))
     if not groups:
@@ -352,7 +347,7 @@ def _groups(
     if states := kinds.count("linear"):
         if len(groups) > 1:
             raise BadInput(f"{where}: state layers beside sliding ones, whose KV layout kvlab does not know")
-        return _with_state(get, where, groups[0], states, (state_size, str(c.get("mamba_ssm_dtype"))), tp)
+        return _with_state(get, where, groups[0], states, (sizes[1], str(c.get("mamba_ssm_dtype"))), tp)
     page = max(g.page_bytes for g in groups)
     even = [page // g.page_bytes if page % g.page_bytes == 0 else 1 for g in groups]
     return [replace(g, block_size=g.block_size * n, page_bytes=page) for g, n in zip(groups, even, strict=True)]

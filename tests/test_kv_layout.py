@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvlab import kv_layout
@@ -192,6 +192,8 @@ def test_at_least_the_promised_models_are_shipped():
         ({"name_or_path": "meta-llama/Llama-3.1-8B-Instruct"}, "did you mean llama-3.1-8b"),
         ({"name_or_path": "zzz"}, "known: deepseek-v3, "),
         ({"name_or_path": ""}, "no layout and no config.json"),
+        ({"name_or_path": "x" * 5000}, "no layout and no config.json"),
+        ({"name_or_path": "a\0b"}, "no layout and no config.json"),
         ({"tp": 3}, "tp 3 and 8 KV heads do not divide one another"),
         ({"name_or_path": "qwen3-next-80b-a3b", "tp": 32}, "tp 32 does not divide the 16 and 32 heads"),
         ({"tp": 0}, "tp must be a whole number from 1 up (got 0)"),
@@ -236,6 +238,36 @@ def test_unreadable_config(tmp_path, content):
         kv_layout.load(path)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 100) | st.floats(allow_nan=False) | st.sampled_from(["full", "", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "head_dim"]), inner, max_size=2),
+    max_leaves=4,
+)
+KEYS = [
+    *LLAMA,
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "sliding_window_pattern",
+    "use_sliding_window",
+    "v_head_dim",
+]
+KEYS += ["max_window_layers", "full_attention_interval", "kv_lora_rank", "qk_rope_head_dim", "num_kv_shared_layers"]
+KEYS += ["text_config", "global_head_dim", "linear_num_key_heads"]
+
+
+@settings(deadline=None)  # no test asserts a time
+@given(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4), st.integers(1, 9))
+def test_any_config_gives_a_layout_or_one_clear_line(tmp_path_factory, change, tp):
+    path = config(tmp_path_factory.mktemp("any"), **{**LLAMA, **change})
+    try:
+        layout = kv_layout.load(path, tp=tp, dtype="auto")
+    except BadInput as error:
+        assert "\n" not in str(error)
+    else:
+        assert layout.pull(100).descriptors > 0 and all(g.page_bytes > 0 for g in layout.groups)
+
+
 def test_dtype_auto_is_the_models_own(tmp_path):
     path = config(tmp_path, **{**LLAMA, "torch_dtype": "float32"})
     assert kv_layout.load(path, dtype="auto").bytes_per_token == 2 * kv_layout.load(path).bytes_per_token
@@ -254,6 +286,7 @@ LAYOUTS = st.builds(
 TOKENS = st.integers(1, 200_000)
 
 
+@settings(deadline=None)
 @given(LAYOUTS, TOKENS, TOKENS)
 def test_pulls_add_up_and_grow_with_the_prompt(layout, a, b):
     short, long = (layout.pull(t) for t in sorted((a, b)))
@@ -263,6 +296,7 @@ def test_pulls_add_up_and_grow_with_the_prompt(layout, a, b):
     assert all(x.descriptors <= y.descriptors for x, y in zip(short.groups, long.groups, strict=True))
 
 
+@settings(deadline=None)
 @given(LAYOUTS, TOKENS, st.integers(1, 20))
 def test_bytes_per_token_is_the_slope(layout, tokens, times):
     grows = [g for g in layout.groups if g.window is None and g.token_bytes]
@@ -272,6 +306,7 @@ def test_bytes_per_token_is_the_slope(layout, tokens, times):
     assert layout.pull(start + step).bytes - layout.pull(start).bytes == step * layout.bytes_per_token
 
 
+@settings(deadline=None)
 @given(LAYOUTS, TOKENS)
 def test_k_and_v_apart_double_the_count_and_keep_the_bytes(layout, tokens):
     one, two = (
@@ -283,6 +318,7 @@ def test_k_and_v_apart_double_the_count_and_keep_the_bytes(layout, tokens):
     assert two.descriptors - one.descriptors == sum(g.descriptors for g in one.groups if g.name in paged)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(["llama-3.1-70b", "qwen3-32b", "gpt-oss-120b", "gemma-3-27b"]), st.sampled_from([2, 4, 8]), TOKENS
 )
