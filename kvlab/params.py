@@ -297,6 +297,7 @@ class PostStall(EngineParams):
     pulls: Count = 8
     interval_s: Positive = 1.0
     repetitions: Count = 3
+    warmup: Whole = 1
     starts: Count = 1
 
 

@@ -67,7 +67,7 @@ def measure(params: PostStall, run: Run) -> None:
             with bench.up(arm, pair(params, arm, model), start=start, limit_s=params.start_limit_s) as engines:
                 for tokens in params.pulled_prompt_tokens:  # NIXL's handshake and first shapes, kept out
                     _send(engines, answers.prompts(1, tokens, params.seed + 7, 1000)[0], True)
-                for repetition in range(-1, params.repetitions):
+                for repetition in range(-params.warmup, params.repetitions):
                     todo = [(t, kind) for t in params.pulled_prompt_tokens for kind in ("pull", "control")]
                     for number in rng.permutation(len(todo)):
                         _phase(params, engines, *todo[number], repetition)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -32,6 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", help="folder that takes the run (default: runs)")
     parser.add_argument(
         "--measure-only", action="store_true", help="measure without a notebook (a machine without Jupyter)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print every engine's command line and environment, start nothing"
     )
 
 
@@ -70,6 +74,8 @@ def main(args: argparse.Namespace) -> int:
     """Run, and print where everything is; the last line is one JSON document."""
     chosen, path = gather(args)
     experiment = experiments.get(args.experiment)
+    if args.dry_run:
+        return _dry_run(experiment, chosen)
     if chosen.replay:
         chosen.replay = str(runs.find(chosen.replay))
     else:
@@ -87,6 +93,17 @@ def main(args: argparse.Namespace) -> int:
     finally:
         _settle(folder, protocol)
     return _finish(experiment, folder, text)
+
+
+def _dry_run(experiment: experiments.Experiment, chosen: params.Experiment) -> int:
+    """Print what a measuring run would start, as shell; engines only."""
+    module = importlib.import_module(f"kvlab.measures.{experiment.key}")
+    if not hasattr(module, "dry_run"):
+        raise BadInput(f"{experiment.name} starts no engines, so there is nothing to show")
+    from kvlab.engines import launch
+
+    print(launch.shell(module.dry_run(chosen)), end="")
+    return 0
 
 
 def _reserve(experiment: str, chosen: params.Experiment) -> Path:
