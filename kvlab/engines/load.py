@@ -61,7 +61,14 @@ class Load:
         words = ["--backend", backend, "--base-url", url, "--endpoint", "/v1/completions", "--model", model]
         words += ["--tokenizer", tokenizer, *data, "--num-prompts", str(self.requests), "--seed", str(self.seed)]
         words += ["--request-rate", rate, "--burstiness", str(self.burstiness), "--ignore-eos", "--temperature", "0"]
-        words += ["--ready-check-timeout-sec", "0", "--disable-tqdm", "--request-id-prefix", f"{self.tag}-"]
+        words += [
+            "--save-detailed",
+            "--ready-check-timeout-sec",
+            "0",
+            "--disable-tqdm",
+            "--request-id-prefix",
+            f"{self.tag}-",
+        ]
         return words + (["--max-concurrency", str(self.concurrency)] if self.concurrency else [])
 
     @property
