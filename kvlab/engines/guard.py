@@ -3,7 +3,7 @@
 LIFELINE is the read end of a pipe whose write end only kvlab has.  When kvlab ends in whatever way, SIGKILL
 included, the kernel closes that end and everything is killed at once.  SIGTERM is passed on to the command,
 which has GRACE_S seconds to close (UCX prints what it used only then).  When the command has ended by itself
-the guard kills what it left and ends with its code, 128 + N for signal N.
+the guard kills what it left and ends as the command did, with its code or by the same signal.
 
 The guard is a child subreaper (prctl(2)): a process whose parent died becomes its child, so an engine's workers
 cannot get away, whatever session they made.  Shared memory that only the killed had open is removed.
@@ -13,6 +13,7 @@ It runs as a file, with the standard library alone (``-S -E``): it starts in mil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -77,6 +78,12 @@ def kill_below(root: int) -> None:
             continue
 
 
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def main(lifeline: int, grace_s: float, argv: list[str]) -> int:
     """Guard ``argv``; return its exit code."""
     libc = ctypes.CDLL(None)
@@ -102,7 +109,11 @@ def main(lifeline: int, grace_s: float, argv: list[str]) -> int:
     kill_below(os.getpid())
     if code is None:
         code = child.wait()
-    return 128 - code if code < 0 else code
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
 
 
 if __name__ == "__main__":

@@ -116,14 +116,15 @@ class StandIn(Strict):
 
         def matrix(rows: int, columns: int, gain: float = 1.0) -> npt.NDArray[np.float16]:
             # 1 / sqrt(fan-in): a normalised input gives an output of standard deviation `gain`.
-            return (rng.standard_normal((rows, columns), np.float32) * (gain / np.sqrt(columns))).astype(np.float16)
+            values: npt.NDArray[np.float32] = rng.standard_normal((rows, columns), np.float32)
+            return (values * np.float32(gain / columns**0.5)).astype(np.float16)
 
         def ones(n: int, gain: float = 1.0) -> npt.NDArray[np.float16]:
             return np.full(n, gain, np.float16)
 
         normed = self.architecture.startswith("Qwen3")  # q and k are normalised, so the gain goes into their norms
-        root = float(np.sqrt(self.sharpness))
-        out = {"model.embed_tokens.weight": matrix(self.vocab, self.hidden, 0.1 * np.sqrt(self.hidden))}
+        root = self.sharpness**0.5
+        out = {"model.embed_tokens.weight": matrix(self.vocab, self.hidden, 0.1 * self.hidden**0.5)}
         for i in range(self.layers):
             layer = {
                 "input_layernorm.weight": ones(self.hidden),

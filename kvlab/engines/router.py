@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from kvlab.engines.vllm import Command
 from kvlab.errors import BadInput
@@ -27,8 +27,8 @@ class Router(Strict):
     policy: Text = "round_robin"
     host: Text = "127.0.0.1"
     port: Whole = 0
-    env: Env = {}
-    extra: Annotated[list[Text], BeforeValidator(_structured)] = []
+    env: Env = Field(default_factory=dict)
+    extra: Annotated[list[Text], BeforeValidator(_structured)] = Field(default_factory=list)
 
 
 def command(

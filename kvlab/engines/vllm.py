@@ -44,7 +44,7 @@ class Engine(Strict):
     max_model_len: Count | None = None
     max_num_batched_tokens: Count | None = None
     max_num_seqs: Count | None = None
-    limit_mm_per_prompt: Annotated[dict[str, Whole], BeforeValidator(_structured)] = {}
+    limit_mm_per_prompt: Annotated[dict[str, Whole], BeforeValidator(_structured)] = Field(default_factory=dict)
     #: pull experiments want every prompt pulled whole
     prefix_caching: bool = False
     #: compiling costs a minute of start-up and changes no pull
@@ -55,8 +55,8 @@ class Engine(Strict):
     kv_connector: Text = "NixlConnector"
     kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
     #: num_threads, backends, kv_lease_duration, enable_cross_layers_blocks, ...
-    kv_connector_extra_config: Annotated[dict[str, Any], BeforeValidator(_structured)] = {}
-    env: Env = {}
+    kv_connector_extra_config: Annotated[dict[str, Any], BeforeValidator(_structured)] = Field(default_factory=dict)
+    env: Env = Field(default_factory=dict)
     #: GPU numbers, ``0,1``; empty means a CPU engine
     gpu_set: Text = ""
     #: cores as ``0-3``, with TP one set for each rank, ``0-3|4-7``
@@ -65,7 +65,7 @@ class Engine(Strict):
     port: Whole = 0
     side_channel_port: Whole = 0
     #: further words of the command line, as they are
-    extra: Annotated[list[Text], BeforeValidator(_structured)] = []
+    extra: Annotated[list[Text], BeforeValidator(_structured)] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def settle(
         out.append(engine.model_copy(update=new))
     for what, values in (
         ("name", [e.name for e in out]),
-        ("port", [p for e in out for p in (e.port, e.side_channel_port) if p]),
+        ("port", [str(p) for e in out for p in (e.port, e.side_channel_port) if p]),
     ):
         twice = next((v for v in values if values.count(v) > 1), None)
         if twice is not None:
@@ -155,7 +155,8 @@ def _flags(e: Engine) -> list[str]:
     words = [word for flag, value in values if value is not None for word in (f"--{flag}", str(value))]
     words += ["--enforce-eager"] if e.enforce_eager else []
     words += ["--enable-prefix-caching" if e.prefix_caching else "--no-enable-prefix-caching"]
-    words += ["--disable-uvicorn-access-log"]
+    # Without a time vLLM kills its own workers at SIGTERM: UCX says nothing and shared memory stays behind.
+    words += ["--disable-uvicorn-access-log", "--shutdown-timeout", "10"]
     if e.role != "replica":
         transfer: dict[str, Any] = {"kv_connector": e.kv_connector, "kv_role": e.kv_role}
         if e.kv_connector_extra_config:
