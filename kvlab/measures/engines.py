@@ -21,6 +21,7 @@ from kvlab.engines.router import Router
 from kvlab.engines.vllm import Command, Engine, Role
 from kvlab.errors import KvlabError, RunFailed
 from kvlab.params import EngineArm, EngineParams
+from kvlab.placement import reach
 from kvlab.placement.local import Place
 from kvlab.runs import Run, safe_name
 
@@ -110,6 +111,8 @@ class Bench:
             with contextlib.ExitStack() as stack:
                 for follower in followers:
                     stack.enter_context(follower)
+                log = folder / "reach.log"
+                todo = [replace(c, url=stack.enter_context(reach.into(c.place, c.url, log))) for c in todo]
                 with launch.up(specs, folder=folder, limit_s=limit_s, planned=todo) as cluster:
                     self.commands += [{**c, "arm": arm.label, "start": start} for c in launch.record(cluster)]
                     self.run.update(commands=self.commands)
