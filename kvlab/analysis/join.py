@@ -44,8 +44,7 @@ def pulls_to_requests(pulls: pd.DataFrame, requests: pd.DataFrame) -> pd.DataFra
         late = own["start_s"].to_numpy(float) + spread
         early = own["start_s"].to_numpy(float) - spread + own["xfer_us"].to_numpy(float) / 1e6
         fits = (late[:, None] >= begin[None, :]) & (early[:, None] <= end[None, :])
-        alone = (fits.sum(axis=1) == 1) & (fits.argmax(axis=1) < fits.shape[1])
-        for row in np.flatnonzero(alone) if fits.size else ():
+        for row in np.flatnonzero(fits.sum(axis=1) == 1):
             mine = int(fits[row].argmax())
             if fits[:, mine].sum() == 1:
                 out.at[own.index[row], "request"] = asked["request"].iloc[mine]
