@@ -108,6 +108,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs=_ENGINES,
         ),
         Experiment(
+            "tcp-crossover",
+            "07_tcp_crossover.ipynb",
+            "TcpCrossover",
+            "From what input length does 1P1D over TCP pay against tuned replicas, and does a prediction of it hold?",
+            default="cpu",
+            needs=_ENGINES,
+        ),
+        Experiment(
             "chunk-first",
             "06_chunk_first.ipynb",
             "ChunkFirst",

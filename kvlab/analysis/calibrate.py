@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,6 +10,8 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
+from kvlab.analysis.cases import case as case
+from kvlab.analysis.cases import points as points
 from kvlab.analysis.split import CONFIDENCE
 from kvlab.analysis.steps import PUBLISHED, Floats, Model, kv_bytes, ttft_1p1d_ms, ttft_replica_ms, window
 from kvlab.errors import BadInput
@@ -133,30 +134,6 @@ def crossover(models: Sequence[Model], gbps: float, **limits: Any) -> dict[str, 
         found |= dict(zip(("low", "high"), (None if np.isinf(x) else int(x) for x in ends), strict=True))
         found["never"] = float(np.mean(np.isinf(lower)))
     return found
-
-
-_CASE = re.compile(
-    r"(?P<phase>\w+): (?P<tokens>\d+) tokens(?:, chunk (?P<chunk>\d+))?(?:, (?P<rate>\d+(?:\.\d+)?) Gbps)?"
-)
-
-
-def case(phase: str, tokens: int, *, chunk: int | None = None, gbps: float | None = None) -> str:
-    """Name a case of table ``cells``: ``calibrate: 1024 tokens, chunk 256, 4.97 Gbps``."""
-    parts = [f"{phase}: {tokens} tokens", f"chunk {chunk}" if chunk else "", f"{gbps:g} Gbps" if gbps else ""]
-    return ", ".join(p for p in parts if p)
-
-
-def points(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return the TTFTs of table ``cells`` (quantity ``ttft_ms``, arm ``replica`` or ``1P1D``) by :func:`case`.
-
-    Columns: ``phase`` (calibrate or check), ``arm``, ``prompt_tokens``, ``chunk_tokens``, ``gbps``, ``ttft_ms``.
-    """
-    rows = []
-    for row in cells[cells["quantity"] == "ttft_ms"].itertuples():
-        if found := _CASE.fullmatch(str(row.case)):
-            chunk, rate = float(found["chunk"] or "nan"), float(found["rate"] or "nan")
-            rows.append((found["phase"], row.arm, int(found["tokens"]), chunk, rate, row.value))
-    return pd.DataFrame(rows, columns=["phase", "arm", "prompt_tokens", "chunk_tokens", "gbps", "ttft_ms"])
 
 
 def check(models: Sequence[Model], points: pd.DataFrame, *, seed: int = 1) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from kvlab.engines.vllm import Command, Engine
 from kvlab.errors import BadInput
 from kvlab.measures.common import progress, record_evidence
 from kvlab.measures.engines import Bench, Engines, engine, model_of
-from kvlab.params import ChunkFirst, EngineArm
+from kvlab.params import ChunkFirst, EngineArm, TcpCrossover
 from kvlab.runs import Run, safe_name
 
 #: gaps of the running request longer than this many of its usual ones belong to a prefill step
@@ -122,7 +122,7 @@ def measure(params: ChunkFirst, run: Run) -> None:
             record_evidence(run, [params.pd_arm], logs, descriptor_bytes=size, local=place, remote=place)
 
 
-def step_times(engines: Engines, params: ChunkFirst, chunk: int, began_s: float) -> pd.DataFrame:
+def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, began_s: float) -> pd.DataFrame:
     """Measure the engine's steps at ``chunk``: one request decodes while a long prompt is prefilled beside it.
 
     Between two tokens of the running request lies one step; while the prompt is prefilled each step carries a chunk of

@@ -1,0 +1,187 @@
+"""tcp-crossover: predict from short runs from what input length 1P1D pays, then measure on both sides of it.
+
+First the calibration: a replica at each chunk gives step times and TTFTs, a prefill and a decode engine with a shaped
+link between them give TTFTs at each rate.  From these the prediction is made and written into the manifest, with the
+chunk that the gap limit allows at each length of the check.  Only then are the points of the check measured: 1P1D at
+each rate, and replicas with those chunks.  One request at a time throughout.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvlab import kv_layout
+from kvlab.analysis import cases, steps
+from kvlab.engines import launch
+from kvlab.engines.load import Generator, Load
+from kvlab.engines.vllm import Command, Engine, cpu_sets
+from kvlab.measures.chunk_first import step_times
+from kvlab.measures.common import progress, record_evidence
+from kvlab.measures.engines import Bench, Engines, engine, model_of
+from kvlab.params import EngineArm, TcpCrossover
+from kvlab.placement.link import Link
+from kvlab.runs import Run, safe_name
+
+#: lengths between which edges are looked for
+GRID_TOKENS = 64
+
+
+def replica(params: TcpCrossover, model: str, chunk: int) -> tuple[EngineArm, list[Engine]]:
+    """Return the arm and the spec of one replica, with as many cores as each engine of the pair gets."""
+    arm = EngineArm(label=f"replica, chunk {chunk}")
+    cores = "" if params.prefill_gpus else cpu_sets(2, sorted(os.sched_getaffinity(0)))[0]
+    return arm, [engine(params, arm, "replica", model, max_num_batched_tokens=chunk, cpu_set=cores)]
+
+
+def pair(params: TcpCrossover, model: str) -> list[Engine]:
+    """Return the prefill and the decode engine."""
+    arm, chunk = params.pd_arm, params.pd_chunk_tokens
+    return [engine(params, arm, role, model, max_num_batched_tokens=chunk) for role in ("prefill", "decode")]
+
+
+def dry_run(params: TcpCrossover) -> list[Command]:
+    """Return what calibration would start; the check's replicas depend on the prediction."""
+    model, folder = model_of(params), Path(params.out) / "RUN" / "logs"
+    todo = [replica(params, model, chunk) for chunk in params.chunk_tokens]
+    todo += [(params.pd_arm, pair(params, model))] if params.one_p_one_d else []
+    return [c for arm, specs in todo for c in launch.commands(specs, folder=folder / safe_name(arm.label))]
+
+
+def kv_of(params: TcpCrossover, model: str) -> dict[str, Any]:
+    """Return the model's KV bytes (a token, full windows) and the prefill engine's chunk, for the step-time model."""
+    config = Path(model) / "config.json"
+    dtype = params.dtype or ("bfloat16" if params.prefill_gpus else "float16")
+    layout = kv_layout.load(config if config.is_file() else model, dtype=dtype, tp=params.tp)
+    m = steps.with_layout(steps.PUBLISHED, layout)
+    kv = {k: getattr(m, k) * params.tp for k in ("token_bytes", "window_bytes")}
+    return {**kv, "window_tokens": m.window_tokens, "prefill_chunk": params.pd_chunk_tokens}
+
+
+def predict(run: Run, params: TcpCrossover, rates: Sequence[float]) -> dict[str, Any]:
+    """Return the prediction as it goes into the manifest: the constants, the window by rate, the chunks of the check.
+
+    ``crossover``: a document a rate (see :func:`kvlab.analysis.calibrate.crossover`); ``chunks``: length of the check
+    -> largest chunk that keeps the gap limit there, 0 where none does.
+    """
+    from kvlab.analysis import calibrate  # with scipy, which a machine that only measures step times may lack
+
+    base = replace(steps.PUBLISHED, **run.manifest["kv"])
+    models = calibrate.calibrate(run.table("steps"), cases.points(run.table("cells")), base=base)
+    limits: dict[str, Any] = {"gap_ms": params.gap_limit_ms, "ttft_ms": params.ttft_limit_ms or math.inf}
+    limits |= {"grid": GRID_TOKENS, "most": params.most_tokens}
+    chunks = steps.largest_chunk(models[0], params.check_tokens, params.gap_limit_ms)
+    return {
+        "fixed": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "constants": calibrate.constants(models).to_dict("records"),
+        "crossover": [{"gbps": r, **calibrate.crossover(models, r, **limits)} for r in rates],
+        "chunks": {str(n): int(c) for n, c in zip(params.check_tokens, chunks, strict=True)},
+    }
+
+
+class Points:
+    """TTFTs as rows of table ``cells``; each phase is one kind of request, one at a time."""
+
+    def __init__(self, params: TcpCrossover, run: Run, rates: Sequence[float]) -> None:
+        self.params, self.run, self.rates, self.cells = params, run, rates, list[dict[str, Any]]()
+
+    def add(
+        self, engines: Engines, phase: str, tokens: int, repetition: int, *, chunk: int | None = None,
+        gbps: float | None = None,
+    ) -> None:  # fmt: skip
+        """Send the requests of one case; a repetition below 0 is warm-up and kept in ``requests`` only."""
+        case = cases.case(phase, tokens, chunk=chunk, gbps=gbps)
+        # The same prompts on both sides, others in every repetition.
+        seed = self.params.seed + 1000 * (repetition + 1) + tokens
+        more: dict[str, Any] = {"repetition": repetition, "warmup": repetition < 0, "phase": case, "seed": seed}
+        count = self.params.requests if repetition >= 0 else 1
+        rows = engines.phase(Load(count, tokens, output_tokens=1, concurrency=1, **more), chunk_tokens=chunk)
+        if repetition >= 0:
+            side = {"arm": "1P1D" if chunk is None else "replica", "case": case, "quantity": "ttft_ms", "unit": "ms"}
+            link = f"{gbps:g} Gbps" if gbps else None
+            self.cells += [
+                {**side, "value": ms, "link": link, "repetition": repetition, "note": error}
+                for ms, error in zip(rows["ttft_ms"], rows["error"], strict=True)
+            ]
+            self.run.write("cells", pd.DataFrame(self.cells))
+
+    def replica(self, engines: Engines, phase: str, lengths: Sequence[int], chunk: int) -> None:
+        """Measure a replica at ``lengths``."""
+        for repetition in range(-1, self.params.repetitions):
+            for tokens in lengths:
+                self.add(engines, phase, tokens, repetition, chunk=chunk)
+
+    def both(self, engines: Engines, phase: str, lengths: Sequence[int], link: Link) -> None:
+        """Measure 1P1D at ``lengths``, the link's rate changed in every round."""
+        for repetition in range(-1, self.params.repetitions):
+            for gbps in self.rates:
+                if link.kind == "veth":
+                    link.set_rate(gbps)
+                for tokens in lengths:
+                    self.add(engines, phase, tokens, repetition, gbps=gbps)
+
+
+def loopback_gbps(engines: Engines, tokens: int) -> float:
+    """Return the rate that one pull of ``tokens`` reaches, by vLLM's counters, where no rate can be set."""
+    for seed in (1, 2):  # the first pull also makes the connection
+        engines.phase(Load(1, tokens, 1, concurrency=1, phase="rate", seed=seed, repetition=seed, warmup=True))
+    rows = engines.bench.metrics[-1]
+    total = rows[rows["engine"].astype(str).str.startswith("decode")].groupby("metric")["delta"].sum()
+    seconds = total["vllm:nixl_xfer_time_seconds_sum"]
+    return float(f"{8e-9 * total['vllm:nixl_bytes_transferred_sum'] / seconds:.3g}")
+
+
+def measure(params: TcpCrossover, run: Run) -> None:
+    """Fill ``steps``, ``cells``, ``requests``, ``phases``, ``pulls``, ``transports``, and the manifest's prediction."""
+    model, began = model_of(params), time.time()
+    run.update(kv=kv_of(params, model))
+    points, found = Points(params, run, params.rates_gbps), list[pd.DataFrame]()
+    with Generator(run.logs / "bench.log", model, began_s=began) as generator:
+        bench = Bench(run, generator, began)
+        for i in progress(list(np.random.default_rng(params.seed).permutation(len(params.chunk_tokens))), "replicas"):
+            chunk = params.chunk_tokens[i]
+            arm, specs = replica(params, model, chunk)
+            with bench.up(arm, specs, limit_s=params.start_limit_s) as engines:
+                found.append(step_times(engines, whole_chunks(params, chunk), chunk, began).assign(arm=arm.label))
+                run.write("steps", pd.concat(found, ignore_index=True))
+                points.replica(engines, "calibrate", params.calibrate_tokens, chunk)
+        if not params.one_p_one_d:
+            return
+        with Link(params.rates_gbps[0]) as link:
+            run.update(link={"kind": link.kind, "reason": link.reason, "rates_gbps": points.rates})
+            places = dict(zip(("prefill", "decode"), link.places, strict=True))
+            with bench.up(params.pd_arm, pair(params, model), places=places, limit_s=params.start_limit_s) as engines:
+                if link.kind != "veth":
+                    points.rates = [loopback_gbps(engines, max(params.calibrate_tokens))]
+                    run.update(link={"kind": link.kind, "reason": link.reason, "rates_gbps": points.rates})
+                points.both(engines, "calibrate", params.calibrate_tokens, link)
+                # Fixed before any point of the check exists.
+                run.update(prediction=predict(run, params, points.rates))
+                points.both(engines, "check", params.check_tokens, link)
+        chunks = {int(n): c for n, c in run.manifest["prediction"]["chunks"].items()}
+        for chunk in sorted({c for c in chunks.values() if c}):
+            arm, specs = replica(params, model, chunk)
+            with bench.up(arm, specs, start=1, limit_s=params.start_limit_s) as engines:
+                points.replica(engines, "check", [n for n, c in chunks.items() if c == chunk], chunk)
+    place = "cuda" if params.decode_gpus else "host"
+    sizes = run.table("pulls")["descriptor_bytes"].dropna()
+    size = int(sizes.median()) if len(sizes) else 128 * 1024
+    record_evidence(run, [params.pd_arm], bench.logs, descriptor_bytes=size, local=place, remote=place)
+
+
+def whole_chunks(params: TcpCrossover, chunk: int) -> TcpCrossover:
+    """Return the parameters with prompts of whole steps: one slot of a step is the running request's, and a last step
+    of few tokens could not be told from its own."""
+    own = chunk - 1
+    return params.model_copy(
+        update={"step_prompt_tokens": sorted({max(1, n // own) * own for n in params.step_prompt_tokens})}
+    )
