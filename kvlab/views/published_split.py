@@ -23,10 +23,12 @@ _NAMES = {NVLINK: "B300, NVLink (cuda_ipc)", ROCE: "B300, RoCE (rc_mlx5)"}
 _HERE = "measured, this run"
 #: configs of the H200 that stand beside the published split -> their names; all with one request in flight
 _H200 = {
-    "cuda_ipc": "H200, cuda_ipc, 16-token blocks",
-    "blk128": "H200, cuda_ipc, 128-token blocks",
-    "tcp": "H200, TCP",
+    "cuda_ipc": "H200, vLLM, cuda_ipc, 16-token blocks",
+    "blk128": "H200, vLLM, cuda_ipc, 128-token blocks",
+    "tcp": "H200, vLLM, TCP",
 }
+#: NIXL's UCX worker threads that vLLM asks for, among which a transfer of 1,024 descriptors or more is split
+VLLM_THREADS = 4
 
 
 def at_16k(quantity: str, transport: str = NVLINK) -> float:
@@ -56,8 +58,14 @@ def pulls(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
     return kept.astype({"prompt_tokens": int}).sort_values("prompt_tokens", kind="stable", ignore_index=True)
 
 
+def _one_thread() -> dict[str, Any]:
+    """Return the H200's pull of about the published count and size of descriptors, posted by one thread."""
+    frame = published.load("h200_pulls").query("descriptors == 4279 and payload_transport == 'cuda_ipc'")
+    return {str(k): v for k, v in frame.to_dict("records")[0].items()}
+
+
 def halves(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
-    """Return the pull at 16k tokens (this run: its longest prompt) in two parts.
+    """Return the pull at 16k tokens in two parts (this run: its longest prompt; two agents: the published shape).
 
     Columns: ``arm``, ``prompt_tokens``, ``descriptors``, ``post_ms``, ``after_ms``, ``pull_ms``, ``post_share``,
     ``post_per_descriptor_us``, ``low_us``, ``high_us`` (95 percent; only this run has an interval), ``status`` of
@@ -75,6 +83,10 @@ def halves(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
         row = {"arm": arm, "prompt_tokens": LENGTH, "descriptors": r["descriptors_per_pull"], "post_ms": r["post_ms"]}
         row |= {"after_ms": r["xfer_ms"] - r["post_ms"], "status": "measured", "post_status": "measured"}
         rows.append(row | {"post_per_descriptor_us": r["post_ms"] * 1e3 / r["descriptors_per_pull"]})
+    one = _one_thread()
+    row = {"arm": "H200, two agents, cuda_ipc, no threads", "descriptors": one["descriptors"], "status": "measured"}
+    row |= {"post_ms": one["post_us"] / 1e3, "after_ms": (one["xfer_us"] - one["post_us"]) / 1e3}
+    rows.append(row | {"post_per_descriptor_us": one["post_us"] / one["descriptors"], "post_status": "measured"})
     mine = ordered(summary, run)
     for r in mine[mine["prompt_tokens"] == mine["prompt_tokens"].max()].to_dict("records"):
         row = {"arm": f"this run, {r['arm']}", "post_ms": r["post_us"] / 1e3, "after_ms": r["drain_us"] / 1e3}
@@ -111,7 +123,7 @@ def split_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw post and what follows it as shares of the pull at 16k."""
     frame = halves(summary, run)
     frame["text"] = [
-        f"{r['pull_ms']:,.3g} ms, {int(r['descriptors']):,} descriptors, {r['status']}"
+        f"{r['pull_ms']:,.{0 if r['pull_ms'] > 100 else 1}f} ms, {int(r['descriptors']):,} descriptors, {r['status']}"
         for r in frame.to_dict("records")
     ]
     frame["after_share"] = 1 - frame["post_share"]
@@ -133,7 +145,8 @@ def split_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     text = alt.Chart(frame).mark_text(align="left", dx=6, color="#222").encode(x=alt.datum(1), y=y, text="text:N")
     caption = (
         "Bytes and descriptors differ between the machines: compare shares, not lengths. B300: one TP rank, 30 "
-        "requests at a time, number of pulls not published. H200: vLLM, one request at a time, means of 4 or 5 pulls. "
+        "requests at a time, number of pulls not published. H200: vLLM, one request at a time, means of 4 or 5 pulls; "
+        "two agents: the median of six. "
         f"This run: medians at {charts.lengths(frame['prompt_tokens'].iloc[-1])} tokens, warm; {run.id}"
     )
     chart = alt.layer(bars, text).properties(
@@ -152,8 +165,8 @@ def per_descriptor_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     frame["text"] = [f"{v:.2g} µs, {s}" for v, s in zip(middle, frame["arm"], strict=True)]
     caption = (
         "Post over descriptors at 16k tokens (this run: its longest prompt, with the 95 % interval of the median). "
-        "About 125 KB a descriptor on the B300 node, 32 KiB and 256 KiB on the H200. A post that copies "
-        "(shared memory) pays for bytes"
+        "About 125 KB a descriptor on the B300 node, 32 or 256 KiB in vLLM on the H200. vLLM gives NIXL 4 "
+        "threads, and the post is their common time; the two agents post from one. A post that copies pays for bytes"
     )
     chart = charts.points_with_interval(
         frame,
@@ -164,7 +177,9 @@ def per_descriptor_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
         x_title="Post per descriptor (µs, log scale)",
         log=True,
         text="text",
-    )
+    ).properties(height=28 * len(frame))
+    for layer in chart.layer:
+        layer.encoding.yOffset = alt.Undefined  # one point a row: nothing to set apart
     return charts.show(chart, "published_per_descriptor", run)
 
 
@@ -183,7 +198,8 @@ def bounds() -> dict[str, float]:
     roce = "RoCE RDMA"
     low = {t: published.value("transport_bandwidth", "bandwidth_low_gb_s", transport=t) for t in ("NVLink", roce)}
     high = {t: published.value("transport_bandwidth", "bandwidth_high_gb_s", transport=t) for t in ("NVLink", roce)}
-    step = published.load("h200_vllm_pulls").query("in_flight == 1 and config == 'cuda_ipc'")["itl_max_ms"]
+    alone = published.load("h200_vllm_pulls").query("in_flight == 1 and config == 'cuda_ipc'")
+    step, h200 = alone["itl_max_ms"], alone[alone["prompt_tokens"] == LENGTH].to_dict("records")[0]
     return {
         "post_ms": post,
         "after_ms": after,
@@ -204,6 +220,10 @@ def bounds() -> dict[str, float]:
         "roce_after_gb_s": gb / at_16k("after_post_time", ROCE) * 1e3,
         "roce_pull_ms": at_16k("kv_pull_time", ROCE),
         "lead_ms": pull - at_16k("kv_pull_time", ROCE),
+        "threads": VLLM_THREADS,
+        "thread_us": VLLM_THREADS * at_16k("post_per_descriptor"),
+        "one_thread_us": _one_thread()["post_us"] / _one_thread()["descriptors"],
+        "h200_vllm_us": h200["post_ms"] * 1e3 / h200["descriptors_per_pull"],
         "h200_gap_low_ms": float(step.min()),
         "h200_gap_high_ms": float(step.max()),
     }
@@ -211,10 +231,14 @@ def bounds() -> dict[str, float]:
 
 _NOT_SHOWN = """What the post costs. Posting takes {post_ms:.1f} of {pull_ms:.1f} ms (derived), and copies run while
 later ones are posted. If the stream never idled, a copy takes {copy_busy_us:.1f} µs against {post_us:.1f} µs to post
-it, {done_when_posted:,.0f} of {descriptors:,.0f} were done when posting ended, the copies in order set the pace and not the
-posting thread, and a free post saves nothing. If none had run by then, a copy takes {copy_after_post_us:.1f} µs and a
-free post saves {post_ms:.1f} ms. The published split is the same for both: the saving lies between 0
-and {post_share:.0%}.
+it, {done_when_posted:,.0f} of {descriptors:,.0f} were done when posting ended, the copies in order set the pace and not
+the posting, and a free post saves nothing. If none had run by then, a copy takes {copy_after_post_us:.1f} µs and a free
+post saves {post_ms:.1f} ms. The published split is the same for both: the saving lies between 0 and {post_share:.0%}.
+
+Whose post it is. vLLM gives NIXL {threads} threads, which share a transfer of this size, and the post is their common
+time. {post_us:.1f} µs a descriptor are then {thread_us:.1f} µs of one thread. On the H200 one thread took
+{one_thread_us:.1f} µs for a descriptor of that size, and vLLM {h200_vllm_us:.1f} µs for one of 32 KiB (measured). Whether the study's
+engines ran with {threads} is not published.
 
 What the rest is. At the bandwidth that the guide expects of NVLink the bytes need {link_fast_ms:.1f} to
 {link_slow_ms:.1f} ms; NVLink's pull goes on for {after_ms:.1f} ms after the post. Over RoCE the same bytes come in at
