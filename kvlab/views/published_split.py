@@ -168,7 +168,7 @@ def per_descriptor_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
         "About 125 KB a descriptor on the B300 node, 32 or 256 KiB in vLLM on the H200. vLLM gives NIXL 4 "
         "threads, and the post is their common time; the two agents post from one. A post that copies pays for bytes"
     )
-    chart = charts.points_with_interval(
+    chart: Any = charts.points_with_interval(
         frame,
         charts.title("What one descriptor costs to post, published and measured", run, caption),
         x="post_per_descriptor_us",
@@ -237,8 +237,8 @@ post saves {post_ms:.1f} ms. The published split is the same for both: the savin
 
 Whose post it is. vLLM gives NIXL {threads} threads, which share a transfer of this size, and the post is their common
 time. {post_us:.1f} µs a descriptor are then {thread_us:.1f} µs of one thread. On the H200 one thread took
-{one_thread_us:.1f} µs for a descriptor of that size, and vLLM {h200_vllm_us:.1f} µs for one of 32 KiB (measured). Whether the study's
-engines ran with {threads} is not published.
+{one_thread_us:.1f} µs for a descriptor of that size, and vLLM {h200_vllm_us:.1f} µs for one of 32 KiB (measured).
+Whether the study's engines ran with {threads} is not published.
 
 What the rest is. At the bandwidth that the guide expects of NVLink the bytes need {link_fast_ms:.1f} to
 {link_slow_ms:.1f} ms; NVLink's pull goes on for {after_ms:.1f} ms after the post. Over RoCE the same bytes come in at
