@@ -8,7 +8,6 @@ each rate, and replicas with those chunks.  One request at a time throughout.
 
 from __future__ import annotations
 
-import datetime as dt
 import math
 import os
 import time
@@ -81,7 +80,6 @@ def predict(run: Run, params: TcpCrossover, rates: Sequence[float]) -> dict[str,
     limits |= {"grid": GRID_TOKENS, "most": params.most_tokens}
     chunks = steps.largest_chunk(models[0], params.check_tokens, params.gap_limit_ms)
     return {
-        "fixed": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "constants": calibrate.constants(models).to_dict("records"),
         "crossover": [{"gbps": r, **calibrate.crossover(models, r, **limits)} for r in rates],
         "chunks": {str(n): int(c) for n, c in zip(params.check_tokens, chunks, strict=True)},
@@ -165,7 +163,7 @@ def measure(params: TcpCrossover, run: Run) -> None:
                     run.update(link={"kind": link.kind, "reason": link.reason, "rates_gbps": points.rates})
                 points.both(engines, "calibrate", params.calibrate_tokens, link)
                 # Fixed before any point of the check exists.
-                run.update(prediction=predict(run, params, points.rates))
+                run.update(prediction={"fixed_s": time.time() - began, **predict(run, params, points.rates)})
                 points.both(engines, "check", params.check_tokens, link)
         chunks = {int(n): c for n, c in run.manifest["prediction"]["chunks"].items()}
         for chunk in sorted({c for c in chunks.values() if c}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ ALONE, BOTH = "tuned replicas", "1P1D over TCP"
 _COLOUR = alt.Color(
     "arm:N", title="", scale=alt.Scale(domain=[ALONE, BOTH], range=[charts.PALETTE[0], charts.PALETTE[1]])
 )
+#: spacing of the lengths between which edges of a measured run are looked for
+GRID_TOKENS = 64
 _NONE_S = 10  # the TTFT slider's end stands for no limit
 
 
@@ -272,18 +275,106 @@ def check_chart(found: pd.DataFrame, run: Run) -> charts.Shown:
     return charts.show(chart, "check", run)
 
 
-def conclude(
-    run: Run, models: list[steps.Model], found: pd.DataFrame, gbps: float, gap_ms: float, grid: int = 64
-) -> str:
+def protocol(run: Run) -> tuple[list[float], dict[str, Any]]:
+    """Return the run's link rates (Gbps) and the limits that :func:`kvlab.analysis.steps.window` takes."""
+    p = run.manifest["parameters"]
+    rates = run.manifest.get("link", {}).get("rates_gbps") or p["rates_gbps"]
+    most = {"most": int(p["most_tokens"]), "grid": GRID_TOKENS}
+    return rates, {"gap_ms": p["gap_limit_ms"], "ttft_ms": p.get("ttft_limit_ms") or np.inf, **most}
+
+
+def crossovers(run: Run, models: list[steps.Model]) -> list[dict[str, Any]]:
+    """Return the crossover at each rate of the run, computed from the calibration alone."""
+    rates, limits = protocol(run)
+    return [{"gbps": r, **calibrate.crossover(models, r, **limits)} for r in rates]
+
+
+def fixed(run: Run, models: list[steps.Model]) -> str:
+    """Say when the prediction was fixed, and whether the recording's calibration still gives it."""
+    made = run.manifest.get("prediction")
+    if not made:
+        return "No prediction was fixed: this run has no 1P1D. Below, a link that is used whole at once is assumed."
+    phases = run.table("phases")
+    after = phases.loc[phases["phase"].astype(str).str.startswith("check"), "start_s"].min() - made["fixed_s"]
+    same = [c["lower"] for c in made["crossover"]] == [c["lower"] for c in crossovers(run, models)]
+    return (f"Fixed {made['fixed_s']:.0f} s into the run, {after:.1f} s before the first point of the check; computed "
+            f"again from the recording: {'the same edges' if same else 'OTHER EDGES'}.")  # fmt: skip
+
+
+def prediction_table(run: Run, models: list[steps.Model]) -> gt.GT:
+    """Show, for each rate, from where 1P1D pays by the calibration, with the interval."""
+    frame = pd.DataFrame(crossovers(run, models)).astype(dict.fromkeys(("lower", "low", "high", "upper"), "Int64"))
+    frame["never"] = 100 * frame["never"]
+    labels = {"gbps": "Link (Gbps)", "lower": "1P1D pays from (tokens)", "low": "Low (95 %)", "high": "High (95 %)",
+              "never": "Draws in which never (%)", "upper": "to (tokens)", "ends_by": "because of"}  # fmt: skip
+    _, limits = protocol(run)
+    ttft = "no TTFT limit" if np.isinf(limits["ttft_ms"]) else f"TTFT limit {limits['ttft_ms']:g} ms"
+    note = f"Gap limit {limits['gap_ms']:g} ms, {ttft}; lengths by {GRID_TOKENS} up to {limits['most']:,}; empty: none."
+    whole = dict.fromkeys(("lower", "low", "high", "never", "upper"), 0)
+    return tables.show(frame, "prediction", title="Predicted from short inputs", labels=labels, decimals=whole,
+                       note=note)  # fmt: skip
+
+
+def here_chart(run: Run, models: list[steps.Model], gbps: float) -> charts.Shown:
+    """Draw the predicted curves at one rate, and on them the medians measured in the check."""
+    rows = calibrate.points(run.table("cells"))
+    rows = rows[(rows["phase"] == "check") & ((rows["arm"] == "replica") | (rows["gbps"] == gbps))]
+    dots = rows.groupby(["arm", "prompt_tokens"], as_index=False)["ttft_ms"].median()
+    dots = dots.assign(arm=dots["arm"].map({"replica": ALONE, "1P1D": BOTH}), ttft_s=dots["ttft_ms"] / 1e3)
+    _, limits = protocol(run)
+    said = f"dots: medians of the check, measured after the lines were fixed; {run.id}"
+    return ttft_chart(models[0], dots, gbps=gbps, gap_ms=limits["gap_ms"], most=int(limits["most"]),
+                      name=f"ttft-{gbps:g}", run=run, said=said)  # fmt: skip
+
+
+def deviations(run: Run) -> str:
+    """List where the run departs from its protocol, the parameter file; one line each."""
+    m, p, said = run.manifest, run.manifest["parameters"], list[str]()
+    committed = m.get("parameter_file_committed")
+    if not committed:
+        said.append("the parameter file was changed or not committed before the run" if committed is False
+                    else "whether the parameter file was committed before the run is not known")  # fmt: skip
+    said += [f"set on the command line: {w}" for w in re.findall(r"-p (\S+)", str(m.get("command", "")))]
+    link = m.get("link", {})
+    if link.get("kind") == "loopback":
+        said.append(f"no shaped link ({link['reason']}): loopback, whose pulls reached {link['rates_gbps'][0]:g} Gbps")
+    if m["outcome"] != "completed":
+        said.append(f"the run ended as {m['outcome']}: {m.get('error', '')}")
+    cells = run.table("cells")
+    lost = cells["value"].isna().sum()
+    said += [f"{lost} requests failed"] if lost else []
+    asked = len(p["chunk_tokens"]) * len(p["step_prompt_tokens"]) * p["step_repetitions"]
+    timed = run.table("steps").groupby(["arm", "prompt_tokens", "repetition"]).ngroups
+    if timed < asked:
+        said.append(
+            f"{asked - timed} of {asked} prompts whose steps were to be timed did not show as many as they have"
+        )
+    for n, chunk in m.get("prediction", {}).get("chunks", {}).items():
+        said += [] if chunk else [f"no chunk keeps the gap limit at {int(n):,} tokens: no replica was measured there"]
+    for c in m.get("prediction", {}).get("crossover", []):
+        sides = {n < (c["lower"] or np.inf) for n in p["check_tokens"]}
+        if len(sides) < 2:
+            said.append(f"at {c['gbps']:g} Gbps all lengths of the check lie on one side of the predicted crossover")
+    return "\n".join(f"- {x}" for x in said) or "none"
+
+
+def conclude(run: Run, models: list[steps.Model], found: pd.DataFrame) -> str:
     """Say from where 1P1D pays here, how sure that is, and whether the check hit; write summary.json."""
-    edge = calibrate.crossover(models, gbps, gap_ms=gap_ms, grid=grid)
-    ends = [f"{edge[k]:,}" if edge[k] else "never" for k in ("lower", "low", "high")]
-    said = [f"at {gbps:g} Gbps and a gap limit of {gap_ms:g} ms runs at short inputs predict that 1P1D pays from "
-            f"{ends[0]} tokens (95 % {ends[1]} to {ends[2]}; in {edge['never']:.0%} of draws never)"]  # fmt: skip
+    edges, (_, limits) = crossovers(run, models), protocol(run)
+    said = []
+    for edge in edges:
+        ends = [f"{edge[k]:,}" if edge[k] else "never" for k in ("lower", "low", "high")]
+        start = f"from {ends[0]} tokens" if edge["lower"] else "nowhere"
+        said.append(
+            f"{start} at {edge['gbps']:g} Gbps (95 % {ends[1]} to {ends[2]}; in {edge['never']:.0%} of draws never)"
+        )
+    verdict = (
+        f"On this machine runs at short inputs predict, at a gap limit of {limits['gap_ms']:g} ms, that 1P1D pays "
+    )
+    verdict += " and ".join(said)
     if len(found):
         counts = found["outcome"].value_counts()
         words = ", ".join(f"{counts.get(k, 0)} {k}" for k in ("hit", "miss", "unresolved"))
-        said.append(f"measured on both sides: {words}")
-    verdict = "On this machine " + "; ".join(said) + "."
-    run.conclude(verdict, crossover=edge, check=found.to_dict("records"))
-    return verdict
+        verdict += f"; measured at {len(found)} points on both sides: {words}"
+    run.conclude(verdict + ".", crossover=edges, check=found.to_dict("records"))
+    return verdict + "."

@@ -97,7 +97,9 @@ def run(tmp_path):
                 for rate in (1, 4):
                     ms = own + 8 * -(-n // 8192) + 30 + n * 40_000 * 8 / (rate * 1e6)
                     cells.append(("1P1D", case(phase, n, gbps=rate), ms * rng.normal(1, 0.01), r))
-    made = runs.create("tcp-crossover", {}, run_dir=tmp_path / "measured")
+    asked = {"rates_gbps": [1, 4], "gap_limit_ms": 16, "most_tokens": 65536, "check_tokens": [512, 16384]}
+    asked |= {"chunk_tokens": [64, 128, 256], "step_prompt_tokens": [9], "step_repetitions": 6}
+    made = runs.create("tcp-crossover", asked, run_dir=tmp_path / "measured")
     made.write("steps", pd.DataFrame(steps_, columns=["arm", "prefix_tokens", "chunk_tokens", "step_ms", "repetition"]))
     frame = pd.DataFrame(cells, columns=["arm", "case", "value", "repetition"])
     made.write("cells", frame.assign(quantity="ttft_ms", unit="ms"))
@@ -114,9 +116,33 @@ def test_a_measured_run(run):
     assert "8.0" in view.constants_table(models).as_raw_html()
     for shown in (view.check_chart(found, run), view.steps_chart(run)):
         assert "<svg" in shown._repr_mimebundle_()["image/svg+xml"]
-    said = view.conclude(run, models, found, 8, 16)
-    assert "measured on both sides: 4 hit, 0 miss, 0 unresolved" in said
-    assert json.loads((run.path / "summary.json").read_text())["crossover"]["lower"] > 1000
+    said = view.conclude(run, models, found)
+    assert "measured at 4 points on both sides: 4 hit, 0 miss, 0 unresolved" in said
+    edges = json.loads((run.path / "summary.json").read_text())["crossover"]
+    # At 1 Gbps a token costs 0.32 ms of link and saves 8 ms / chunk, at 65,536 tokens (chunk 32) still only 0.25 ms.
+    assert [e["gbps"] for e in edges] == [1, 4] and edges[0]["lower"] is None
+    assert "OTHER EDGES" not in view.fixed(run, models)
+    assert "<svg" in view.here_chart(run, models, 4)._repr_mimebundle_()["image/svg+xml"]
+    assert "Predicted" in view.prediction_table(run, models).as_raw_html()
+
+
+def test_deviations_are_listed(run):
+    run.update(parameter_file_committed=True, command="kvlab run tcp-crossover")
+    run.write("steps", run.table("steps").assign(prompt_tokens=9, arm=lambda f: f["chunk_tokens"].astype(str)))
+    assert view.deviations(run) == "none"
+    link = {"kind": "loopback", "reason": "not allowed", "rates_gbps": [7.5]}
+    prediction = {"chunks": {"512": 128, "16384": 0}, "crossover": [{"gbps": 7.5, "lower": 64}]}
+    command = "kvlab run tcp-crossover -p repetitions=1 -p gap_limit_ms=16"
+    run.update(parameter_file_committed=False, command=command, link=link, prediction=prediction)
+    said = view.deviations(run).splitlines()
+    assert [x.split(":")[0] for x in said] == [
+        "- the parameter file was changed or not committed before the run",
+        "- set on the command line",
+        "- set on the command line",
+        "- no shaped link (not allowed)",
+        "- no chunk keeps the gap limit at 16,384 tokens",
+        "- at 7.5 Gbps all lengths of the check lie on one side of the predicted crossover",
+    ]
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
