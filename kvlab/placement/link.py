@@ -85,7 +85,8 @@ class Link:
     A context manager: ``with Link(4.97) as link: Pair(..., places=link.places)``.
 
     :param rate_gbps: cap in 10^9 bit/s, on each direction; Ethernet headers count
-    :param per_flow: the cap holds for each TCP connection, as clouds cap a flow, not for all together
+    :param per_flow: the cap holds for each TCP connection, as clouds cap a flow, not for all together;
+        connections are told apart by their port at the second place
     :param fallback: where no link can be made take loopback, unshaped; False raises BadInput instead
 
     After entering: ``kind`` is ``veth`` or ``loopback``, ``reason`` says why it is loopback, ``places`` are
@@ -193,8 +194,8 @@ def _shaping(rate_gbps: float, per_flow: bool, side: int) -> str:
     rate, burst = f"{rate_gbps * 1e9:.0f}bit", max(64 * 1024, int(rate_gbps * 1e9 / 8 * 0.0005))
     if not per_flow:
         return f"qdisc add dev {IFACE} root tbf rate {rate} burst {burst} latency 20ms\n"
-    # The initiator's port differs between connections whichever side dialled: the low byte of the
-    # destination port on the target's side (TCP header word 0, after 20 bytes of IP), of the source port here.
+    # The low byte of the port at the second place: of the destination port in what the first place sends,
+    # of the source port here (the word after 20 bytes of IP).  UCX has one there for each worker.
     mask = "0x000000ff" if side == 0 else "0x00ff0000"
     lines = [f"qdisc add dev {IFACE} root handle 1: htb default 1"]
     add = f"filter add dev {IFACE} parent 1: protocol ip prio 1"
