@@ -172,7 +172,7 @@ def misspelt(facts: Facts, names: Iterable[str]) -> list[str]:
 
 def _unknown(a: View) -> list[str]:
     known = {*ALIASES, *GPU_ALIASES, *MODULE, *COPIES, *a.here, "all", "tcp", "self", "sysv", "posix", "gga"}
-    near = {n: difflib.get_close_matches(n, known, 1) for n in a.names if n not in known}
+    near = {n: difflib.get_close_matches(n, known, 1) for n in named(a.env.get("UCX_TLS", "")) if n not in known}
     return [n + (f": {x[0]}?" if x else "") for n, x in near.items()]
 
 
