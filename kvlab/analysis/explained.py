@@ -22,7 +22,7 @@ def explained(counters: pd.DataFrame, pulled: Mapping[str, float]) -> pd.DataFra
         carried the payload.  Unusable counters have no share.  Bytes may pass several interfaces of one
         path (bond, bridge), so shares of devices are not added.
     """
-    frame = counters[counters["counter"].str.contains(RECEIVED) & counters["arm"].isin(list(pulled))].copy()
+    frame = counters[counters["counter"].astype(str).str.contains(RECEIVED) & counters["arm"].isin(list(pulled))].copy()
     frame["pulled_bytes"] = frame["arm"].map(pulled).astype(float)
     expected = frame["background_bytes"].astype(float).fillna(0)
     spread = 2 * frame["background_uncertainty_bytes"].astype(float).fillna(0)

@@ -197,6 +197,8 @@ def difference(
         first, last = turns[0][0].counts.get(key), turns[-1][1].counts.get(key)
         if last is None and key[1] in ("RDMA hw_counters", "ethtool"):
             continue  # read only as long as the port's own counters show nothing
+        if key[1] == "interface" and first and last and first.value == last.value == 0:
+            continue  # an interface that nobody ever used
         parts = [_delta(b.counts[key], a.counts.get(key)) for b, a in turns if key in b.counts]
         notes = list(dict.fromkeys(note for _, note in parts if note))
         total: float | None = None

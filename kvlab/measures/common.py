@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
 
-from kvlab.capture import ucx
+from kvlab.capture import counters, ucx
 from kvlab.params import Arm
 from kvlab.pull import Pair
 from kvlab.runs import Run
@@ -23,6 +24,36 @@ def progress(items: Sequence[T], what: str) -> Iterator[T]:
     except ImportError:
         return iter(items)
     return iter(tqdm(items, desc=what, leave=False, mininterval=0.5))
+
+
+@contextmanager
+def counted(
+    run: Run, *, background_s: float = 0.5, look: Callable[[], counters.Snapshot] = counters.read
+) -> Iterator[Callable[[str], AbstractContextManager[None]]]:
+    """Read byte counters around every turn of every arm and write the table ``counters`` at the end.
+
+    ``turn = stack.enter_context(counted(run))`` when the agents or engines are up and idle (it first watches
+    the background), then ``with turn(arm.label):`` around whatever pulls.
+
+    :param look: reads the counters; ``partial(counters.read, net="proc/PID/net/dev")`` in another network namespace
+    """
+    others = counters.background(background_s, look=look)
+    turns: dict[str, list[tuple[counters.Snapshot, counters.Snapshot]]] = {}
+
+    @contextmanager
+    def turn(arm: str) -> Iterator[None]:
+        before = look()
+        try:
+            yield
+        finally:
+            turns.setdefault(arm, []).append((before, look()))
+
+    try:
+        yield turn
+    finally:
+        rows = [row for arm, taken in turns.items() for row in counters.difference(taken, others, arm)]
+        if rows:
+            run.write("counters", pd.DataFrame(rows))
 
 
 def record_evidence(

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from kvlab import kv_layout
-from kvlab.measures.common import as_parameters, limit_rows, progress, record_evidence, relative_logs
+from kvlab.measures.common import as_parameters, counted, limit_rows, progress, record_evidence, relative_logs
 from kvlab.params import PostVsCompletion
 from kvlab.pull import Case, Options, Pair, Rows, check_memory
 from kvlab.runs import Run
@@ -30,7 +30,7 @@ def cases(params: PostVsCompletion) -> list[Case]:
 
 
 def measure(params: PostVsCompletion, run: Run) -> None:
-    """Fill ``pulls``, ``limits``, ``transports`` and ``verdicts``."""
+    """Fill ``pulls``, ``limits``, ``counters``, ``transports`` and ``verdicts``."""
     all_cases = cases(params)
     largest = max(case.bytes for case in all_cases)
     check_memory(params.in_flight * largest, len(params.arms), params.memory)
@@ -49,6 +49,7 @@ def measure(params: PostVsCompletion, run: Run) -> None:
             versions_of_agents=next(iter(pairs.values())).versions,
         )
         stack.callback(rows.flush)
+        turn = stack.enter_context(counted(run))
         for repetition in progress(range(-params.warmup, params.repetitions), "rounds"):
             if params.limits and repetition >= 0:
                 limits += limit_rows(next(iter(pairs.values())), largest, repetition, params.memory)
@@ -58,9 +59,10 @@ def measure(params: PostVsCompletion, run: Run) -> None:
                     start = run.elapsed_s()
                     # The first round is checked byte by byte; checking heats the caches, so it is warm-up.
                     first = repetition == -params.warmup
+                    with turn(pair.arm.label):
+                        pulled = pair.pull(case, verify=first)
                     rows.add(
-                        {**row, "start_s": start, "repetition": repetition, "warmup": repetition < 0}
-                        for row in pair.pull(case, verify=first)
+                        {**row, "start_s": start, "repetition": repetition, "warmup": repetition < 0} for row in pulled
                     )
         if limits:
             run.write("limits", pd.DataFrame(limits))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from kvlab import runs, views
 from kvlab.analysis.explained import explained, sentence
 from kvlab.capture import counter_text, counters
 from kvlab.capture.counters import Background, Count, Snapshot, difference
@@ -205,6 +206,56 @@ def test_the_published_check():
     )
     assert sentence(found, "RoCE") == "RoCE: mlx5_0:1 counted 100% of the bytes"
     assert sentence(found[found["device"] == "mlx5_1:1"], "RoCE") == "RoCE: no usable counter"
+
+
+@pytest.mark.live
+def test_a_tcp_pull_is_explained_by_lo_and_a_cma_pull_is_not(tmp_path):
+    pytest.importorskip("nixl")
+    from kvlab.measures import post_vs_completion
+    from kvlab.params import PostVsCompletion
+
+    params = PostVsCompletion(prompt_tokens=[1024], repetitions=3, warmup=1, limits=True)
+    run = runs.create("post-vs-completion", params.model_dump(), out=tmp_path)
+    post_vs_completion.measure(params, run)
+    shares = views.explained_shares(run)
+    lo = shares[shares["device"] == "lo"].set_index("arm")
+    pulls = run.table("pulls").groupby("arm")["bytes"].sum()
+    assert lo["pulled_bytes"].to_dict() == pulls.to_dict() and (pulls > 1e8).all()
+    # The plain socket that is measured as a limit runs over lo too, outside the arms' turns.
+    assert 1.0 <= lo["share"]["TCP"] < 1.1
+    assert 0 <= lo["share"]["shared memory"] < 0.01
+    assert sentence(shares, "shared memory").startswith("shared memory: no device counted the bytes")
+    table = views.counters_table(run).as_raw_html()
+    assert "Share explained" in table and f"{lo['share']['TCP']:.1%}" in table
+
+
+def test_a_run_without_counters_shows_an_empty_table(tmp_path):
+    run = runs.create("post-vs-completion", {"arms": [{"label": "a"}]}, out=tmp_path)
+    run.write("pulls", pd.DataFrame([{"arm": "a", "bytes": 8, "post_us": 1.0, "xfer_us": 2.0}]))
+    assert views.explained_shares(run).empty
+    assert "Share explained" in views.counters_table(run).as_raw_html()
+
+
+def test_counters_survive_a_run_that_fails(tmp_path):
+    from kvlab.measures.common import counted
+
+    run = runs.create("post-vs-completion", {"arms": [{"label": "a"}]}, out=tmp_path)
+    key = ("eth0", "interface", "rx_bytes")
+    clock = iter(range(100))
+
+    def look():
+        now = next(clock)
+        return Snapshot(float(now), {key: Count(100 * now)})
+
+    with pytest.raises(RuntimeError, match="broke"), counted(run, background_s=0, look=look) as turn:
+        with turn("a"):
+            pass
+        with turn("a"):
+            raise RuntimeError("broke")
+    # Two turns of one second, 100 bytes each, and the background moves as much.
+    only_row = run.table("counters").iloc[0]
+    assert (only_row["delta_bytes"], only_row["background_bytes"]) == (200.0, 200.0)
+    assert only_row["background_uncertainty_bytes"] == 0.0
 
 
 # -- pasted dumps (public cases 48, 50, 52) ------------------------------------------------------------
