@@ -112,11 +112,10 @@ def show_rows(rows: list[dict[str, str]], name: str, title: str, note: str = "")
     return tables.show(frame, name, title=title, labels={c: c for c in frame}, note=note)
 
 
-def span(row: Any, name: str, digits: int = 3) -> str:
-    """Write a value with its interval: ``12 (11 to 13)``; names may hold a ``{}`` for the end."""
-    ends = [row[name.format(e) if "{}" in name else f"{name}{e}"] for e in ("", "_low", "_high")]
-    value, low, high = (f"{v:,.{digits}g}" if abs(v) < 10**digits else f"{v:,.0f}" for v in ends)
-    return f"{value} ({low} to {high})" if ends[1] == ends[1] else value
+def span(value: float, low: float = np.nan, high: float = np.nan) -> str:
+    """Write a value with its interval, where there is one: ``12 (11 to 13)``."""
+    text = [f"{v:,.3g}" if abs(v) < 1000 else f"{v:,.0f}" for v in (value, low, high)]
+    return text[0] if np.isnan(low) else f"{text[0]} ({text[1]} to {text[2]})"
 
 
 def points(frame: pd.DataFrame, x: str, y: str, scale: float = 1) -> pd.DataFrame:
@@ -246,3 +245,105 @@ def variations_chart(run: Run) -> charts.Shown:
     )  # fmt: skip
     caption = "One thing changed at a time. In flight: time of one of the pulls, all posted by one caller in turn. "
     return _finish(chart, "variations", "Variations of the plain cell", run, caption)
+
+
+def break_even_table(pair: list[Run], others: pd.DataFrame) -> gt.GT:
+    """Show where two transports take the same time: in these runs, and in ``others`` (with ``where``)."""
+    rows = []
+    for r in pd.concat([*(break_evens(r).assign(where=where(r)) for r in pair), others]).to_dict("records"):
+        row = {"Machine": r["where"], "Arms": r["pair"], "Pull": size_text(int(r["bytes"]))}
+        if np.isnan(r["descriptors"]):
+            rows.append(row | {"Descriptors (95 %)": "none", "Faster": f"{r['fewer']} at every count"})
+            continue
+        row |= {
+            "Descriptors (95 %)": span(*(r[f"descriptors{e}"] for e in ("", "_low", "_high"))),
+            "KiB each": f"{r['descriptor_bytes'] / 1024:,.0f}",
+        }
+        rows.append(row | {"Faster": f"{r['fewer']} with fewer", " ": "extrapolated" if r["extrapolated"] else ""})
+    note = "From the cost models. Extrapolated: outside the counts and sizes that were measured or published."
+    return show_rows(rows, "break_even", "Where two transports take the same time", note)
+
+
+def cost_table(pair: list[Run], others: list[dict[str, str]]) -> gt.GT:
+    """Show what a descriptor costs by transport and thread count, with intervals; ``others``: rows not fitted here."""
+    rows = []
+    for run in pair:
+        threads = run.table("pulls").groupby("arm")["nixl_threads"].max()
+        for fit in models(run).values():
+            got = fit.parameters.set_index("parameter")[["value", "low", "high"]].astype(float)
+            row = {"Machine": where(run), "Arm": fit.arm, "Threads": str(threads[fit.arm.split(PART)[0]])}
+            for part in ("Post", "Wire"):
+                row[f"{part} a descriptor (µs)"] = span(*got.loc[f"{part.lower()}_per_descriptor_us"])
+            rate, own = got.loc["bandwidth_gb_s"], fit.residuals["xfer_residual"].abs()
+            text = span(*rate) if np.isfinite(rate["value"]) else f"not seen, {rate['low']:.3g} or more"
+            if (byte := got.loc["post_per_byte_us"])["value"] > 0:
+                text = span(*(1e-3 / byte[["value", "high", "low"]])) + ", in the post"
+            row |= {"Bandwidth (GB/s)": text, "Residual": f"median {own.median():.0%}, worst {own.max():.0%}"}
+            rows.append(row | {"Status": "fitted"})
+    note = (
+        "0: the fit puts nothing there. A synchronous transport pays for bytes in the post. Rows not fitted are "
+        "post over count of one shape, without an interval."
+    )
+    return show_rows(rows + others, "cost", "What one descriptor costs, by transport and thread count", note)
+
+
+def shares(run: Run) -> pd.DataFrame:
+    """Return each arm's rate in one descriptor over that of a plain copy in the same rounds: ``share`` and ends."""
+    rows = pulls(run)
+    whole = rows[(rows["variation"] == PLAIN) & ~rows["warmup"] & (rows["descriptor_bytes"] == rows["bytes"])]
+    copy = run.table("limits").query("kind == 'memory'").assign(arm="copy", xfer_us=lambda f: f["seconds"] * 1e6)
+    kept = ["arm", "bytes", "repetition", "xfer_us"]
+    found = compare.ratios(pd.concat([whole[kept], copy[kept]]), baseline="copy", by=("bytes",))
+    found[["share", "share_high", "share_low"]] = 1 / found[["ratio", "low", "high"]]
+    return found.sort_values("share", ignore_index=True)
+
+
+def gains(run: Run) -> pd.DataFrame:
+    """Return the smallest pull in descriptors of about PREDICTED_AT over that in one, a row an arm (``over``)."""
+    rows = pulls(run)
+    rows = rows[(rows["variation"] == PLAIN) & (rows["pull"] == plain(run)["pull"].iloc[0])]
+    sizes = rows["descriptor_bytes"]
+    small = min(sizes.unique(), key=lambda s: abs(np.log(s / PREDICTED_AT)))
+    rows = rows.assign(over=rows["arm"], arm=np.where(sizes == small, "many", "one"))
+    rows = rows[sizes.isin([small, sizes.max()])]
+    return compare.ratios(rows, baseline="one", by=("over",)).assign(descriptor_bytes=small)
+
+
+def predictions(over: dict[str, str], gained: pd.DataFrame, residuals: pd.Series, best: float) -> list[dict[str, Any]]:
+    """Hold the predictions against the numbers: ``holds`` True, False, or None where the interval does not tell.
+
+    :param over: arm -> transport, by evidence
+    :param gained: :func:`gains`
+    :param residuals: of the pull, every shape of every model
+    :param best: the best arm's share of a device copy; NaN: no GPU
+    """
+    found: list[dict[str, Any]] = []
+    for r in gained.itertuples():
+        for name, (least, most) in PREDICTIONS.items():
+            if agrees(over.get(r.over, ""), name):
+                holds = True if least <= r.low and r.high <= most else None
+                holds = False if r.high < least or r.low > most else holds
+                text = f"{size_text(int(r.descriptor_bytes))} take {span(r.ratio, r.low, r.high)} times one descriptor"
+                found.append({"what": f"{r.over} ({over[r.over]})", "holds": holds, "text": text})
+    near = float((residuals.abs() <= FIT_WITHIN).mean())
+    text = f"{near:.0%} of {len(residuals)} shapes within {FIT_WITHIN:.0%}"
+    found.append({"what": "the cost model", "holds": near >= FIT_SHARE, "text": text})
+    if not np.isnan(best):
+        found.append({"what": f"{GOAL:.0%} of a device copy", "holds": best >= GOAL, "text": f"best arm {best:.0%}"})
+    return found
+
+
+def verdict(run: Run) -> tuple[str, dict[str, Any]]:
+    """Say what one run shows, with the numbers behind it."""
+    share, gained = shares(run), gains(run)
+    best = share.iloc[-1]
+    residuals = pd.concat([f.residuals["xfer_residual"] for f in models(run).values()])
+    checks = predictions(transports(run), gained, residuals, best["share"] if on_gpu(run) else np.nan)
+    words = {True: "holds", False: "is REFUTED", None: "is not resolved"}
+    said = [f"prediction for {c['what']} {words[c['holds']]}: {c['text']}" for c in checks]
+    percent = span(*(best[["share", "share_low", "share_high"]] * 100))
+    said.append(f"best arm {best['arm']}, {size_text(int(best['bytes']))} in one descriptor: {percent} % of a copy")
+    if run.manifest["outcome"] == "contradicted":
+        said.insert(0, "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])))
+    numbers = {"predictions": checks, "shares": share.to_dict("records"), "gains": gained.to_dict("records")}
+    return f"{where(run)} ({run.id}):\n  " + "\n  ".join(said), numbers
