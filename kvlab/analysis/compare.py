@@ -1,22 +1,16 @@
 """Ratios of medians between arms, with an interval and a rank test.
 
-Pulls close in time share what the machine did meanwhile, so they are no independent sample.  Where arms
-took turns, a round (``repetition``) is a block: whole blocks are resampled, and each arm's median of a
-block is held against the baseline's of the same block.
+Pulls close in time share what the machine did meanwhile and are no independent sample, so a round
+(``repetition``) is a block, and whole blocks are resampled.  ``method`` says how:
 
-====================  ============================================  ==================================
-``method``            when                                          interval and test
-====================  ============================================  ==================================
-paired blocks         the arms share two blocks or more             shared blocks resampled together;
-                                                                    Wilcoxon signed ranks
-separate blocks       each has two or more, fewer than two shared   each arm's resampled; Mann-Whitney
-order statistics      no blocks: pulls taken as independent, and    bootstrap of the median in closed
-                      with drift the interval is too narrow         form; Mann-Whitney over pulls
-====================  ============================================  ==================================
+- *paired blocks*, where the arms share two or more: drawn together; Wilcoxon's signed ranks of block medians.
+  Where rounds differ by far more than pulls of one round the interval is wider than it need be;
+- *separate blocks*, where each arm has two or more of its own: each arm's drawn; Mann-Whitney of block medians;
+- *order statistics*, without blocks: pulls taken as independent (with drift too narrow); Mann-Whitney.  The median
+  of a resample of n sorted values is the value at rank n * U, U from Beta((n+1)/2, (n+1)/2) (Maritz and Jarrett
+  1978; exact for odd n), so ten million pulls cost one sort.
 
-The closed form: the median of a resample of n sorted values is the value at rank n * U, with U drawn from
-Beta((n+1)/2, (n+1)/2) (Maritz and Jarrett 1978; exact for odd n), so ten million pulls cost one sort.  More
-than :data:`MOST_BLOCKS` blocks are merged, neighbours first; ``blocks`` says how many were resampled.
+More than :data:`MOST_BLOCKS` blocks are merged, neighbours first; ``blocks`` says how many were resampled.
 """
 
 from __future__ import annotations
@@ -47,15 +41,13 @@ def ratios(
 ) -> pd.DataFrame:
     """Return, for every arm but the baseline, the ratio of medians with a bootstrap interval and a rank test.
 
-    Any tidy table with ``arm`` and ``value`` will do (pulls, or requests with ``ttft_ms``); ``block`` may be
-    absent.  Columns: ``arm``, ``by``, ``n`` (blocks, or the arm's pulls where there are none), ``ratio`` (of the
-    median of block medians), ``low``, ``high``, ``p_value``, ``different``, ``method``, ``blocks``, ``pulls``,
-    ``baseline_pulls``.  ``different`` only where the interval leaves out 1 *and* the test rejects; each row by
-    itself, with no correction for the number of rows.  Below six blocks nothing is called different.
+    Any tidy table with ``arm`` and ``value`` will do (pulls, or requests with ``ttft_ms``); ``block`` may be absent.
+    Columns: ``arm``, ``by``, ``n`` (blocks, or pulls where there are none), ``ratio`` (of medians of block medians),
+    ``low``, ``high``, ``p_value``, ``different``, ``method``, ``blocks``, ``pulls``, ``baseline_pulls``.
+    ``different``: the interval leaves out 1 *and* the test rejects; below six blocks never; each row by itself.
     """
-    derived = ("drain_us",) if value == "drain_us" else ()
-    names = ["arm", *by, *(("post_us", "xfer_us") if derived else (value,))]
-    rows = warm(take(pulls, names, (block, "warmup", "error")))
+    values = ["post_us", "xfer_us"] if value == "drain_us" else [value]
+    rows = warm(take(pulls, ["arm", *by, *values], (block, "warmup", "error")))
     if baseline not in set(rows["arm"].unique()):
         raise BadInput(f"no pulls of the baseline arm {baseline!r}; arms: {', '.join(map(str, rows['arm'].unique()))}")
     found = []
@@ -113,5 +105,4 @@ def _ratio(
 def _medians(ordered: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     n = len(ordered)
     at = np.floor(rng.beta((n + 1) / 2, (n + 1) / 2, DRAWS) * n)
-    drawn: np.ndarray = ordered[np.minimum(at, n - 1).astype(int)]
-    return drawn
+    return np.asarray(ordered[np.minimum(at, n - 1).astype(int)])

@@ -4,20 +4,20 @@
     wire = wire_base + wire_per_descriptor * n + B / bandwidth
     xfer = max(post, wire)
 
-Why max: reads are carried while later ones are posted, and n equal jobs through two stages take n times the
-slower stage and one first passage (two-stage flow shop; Johnson 1954); a sum would count time twice.  The wire
-has a cost per descriptor too: a carrier that starts one copy for each (cuda_ipc) would otherwise seem to lose
-bandwidth with smaller ones.  The wait for a poll is in ``wire_base``.
+Why max: reads are carried while later ones are posted, and n equal jobs through two stages take n times the slower
+stage and one first passage (two-stage flow shop; Johnson 1954); a sum would count time twice.  The wire has a cost
+per descriptor too: a carrier that starts a copy for each (cuda_ipc) would otherwise seem to lose bandwidth with
+smaller ones.  The wait for a poll is in ``wire_base``.
 
-Fitted to the medians of each shape (n, B): least squares of the logarithm, nothing below 0.  What the shapes
-cannot tell apart stays 0: a base where count or bytes hardly vary, the wire's cost per descriptor where all have
-one size.  Where no shape shows a drain the wire was not seen: bandwidth is inf, its lower end the best rate seen.
-Intervals: whole blocks (rounds) resampled from six blocks up; below, the covariance of the fit over shapes;
-missing where that leaves no degree of freedom.
+Fitted to the medians of each shape (n, B): least squares of the logarithm, nothing below 0.  What the shapes cannot
+tell apart stays 0: a base where count or bytes hardly vary, the wire's cost per descriptor where all have one size.
+Where the wire does not show, bandwidth is inf and its lower end the best rate seen.  Intervals: whole blocks (rounds)
+resampled, from six blocks up; below, the covariance of the fit over shapes; missing where no freedom is left.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvlab.analysis.split import CONFIDENCE, SIZE_SPREAD, SYNCHRONOUS_SHARE, pos
 from kvlab.errors import BadInput
 
 Array = NDArray[np.float64]
+SHAPE, TIMES = ["descriptors", "bytes"], ["post_us", "xfer_us"]
 DRAWS = 200
 #: more shapes than this are binned, eight bins an octave of count and of bytes
 MOST_SHAPES = 500
@@ -43,7 +44,7 @@ class Fit:
     """``theta``: the six :data:`PARAMETERS`; ``draws``: rows of them that carry the uncertainty (NaN: unknown).
 
     ``parameters``: ``arm``, ``parameter``, ``value``, ``low``, ``high``, ``method``, the last row ``bandwidth_gb_s``;
-    ``residuals``: a row a shape, ``post_us`` and ``xfer_us`` with ``_fit_us`` and ``_residual`` (measured / fitted - 1);
+    ``residuals``: a row a shape; post and xfer with ``_fit_us`` and ``_residual`` (measured / fitted - 1);
     ``ranges``: least and largest ``descriptors``, ``bytes`` and ``descriptor_bytes`` of the fit.
     """
 
@@ -57,30 +58,29 @@ class Fit:
 
 def fit(pulls: pd.DataFrame, *, block: str = "repetition", seed: int = 1) -> Fit:
     """Fit one arm's pulls (of one number in flight); BadInput for several arms or none."""
-    d = warm(take(pulls, ["arm", "descriptors", "bytes", "post_us", "xfer_us"], (block, "warmup", "error")))
-    d = d[(d[["descriptors", "bytes", "post_us", "xfer_us"]] > 0).all(axis=1)]
+    d = warm(take(pulls, ["arm", *SHAPE, *TIMES], (block, "warmup", "error")))
+    d = d[(d[[*SHAPE, *TIMES]] > 0).all(axis=1)]
     if len(names := d["arm"].unique()) != 1:
         raise BadInput(f"a cost model is of one arm's pulls; got {', '.join(map(str, names)) or 'no pulls'}")
-    key = d[["descriptors", "bytes"]]
+    key = d[SHAPE]
     if len(key.drop_duplicates()) > MOST_SHAPES:
         key = (key.transform(np.log2) * 8).round()
-    d = d.assign(shape=key.groupby(["descriptors", "bytes"]).ngroup(), block=block_ids(d, block))
-    shapes, times = d.groupby("shape"), ["post_us", "xfer_us"]
-    cells = shapes[["descriptors", "bytes", *times]].median().assign(pulls=shapes.size())
-    rng, seen = np.random.default_rng(seed), d[d["block"] >= 0].groupby(["shape", "block"])[times].median()
+    d = d.assign(shape=key.groupby(SHAPE).ngroup(), block=block_ids(d, block))
+    shapes, known = d.groupby("shape"), d[d["block"] >= 0]
+    cells, rng = shapes[[*SHAPE, *TIMES]].median().assign(pulls=shapes.size()), np.random.default_rng(seed)
     theta, draws = _solve(cells, rng)
-    if (blocks := seen.index.get_level_values("block").nunique()) < FEWEST:
+    if (blocks := known["block"].nunique()) < FEWEST:
         return _made(str(names[0]), theta, draws, cells, "covariance over shapes")
-    tables = {c: seen[c].unstack("block") for c in times}
+    tables = known.groupby(["shape", "block"])[TIMES].median().unstack("block")
     for i, picked in enumerate(rng.integers(0, blocks, (DRAWS, blocks))):
-        drawn = cells.assign(**{c: t.take(picked, axis=1).median(axis=1) for c, t in tables.items()})
+        drawn = cells.assign(**{c: pd.DataFrame(tables[c]).take(picked, axis=1).median(axis=1) for c in TIMES})
         draws[i] = _solve(drawn.dropna())[0]
     return _made(str(names[0]), theta, draws, cells, f"{blocks} blocks")
 
 
 def _solve(cells: pd.DataFrame, rng: np.random.Generator | None = None) -> tuple[Array, Array]:
     """Return theta and, with ``rng``, draws from the covariance over shapes (Student's t, cut at 0)."""
-    n, size, post, xfer = (cells[c].to_numpy(float) for c in ("descriptors", "bytes", "post_us", "xfer_us"))
+    n, size, post, xfer = (cells[c].to_numpy(float) for c in (*SHAPE, *TIMES))
     x, theta, draws = np.column_stack([np.ones(len(n)), n, size]), np.zeros(6), np.zeros((DRAWS, 6))
     counts, sizes, lengths = (float(v.max() / v.min()) for v in (n, size, size / n))
     p, s = post_by_size(cells)
@@ -95,20 +95,22 @@ def _solve(cells: pd.DataFrame, rng: np.random.Generator | None = None) -> tuple
         scale, least = unit.max(axis=0), np.maximum(floor / y, 1e-12)
         unit /= scale
         start = np.maximum(optimize.nnls(unit[shows], np.ones(shows.sum()))[0], 1e-6)
-        model = optimize.least_squares(
-            lambda z, u=unit, f=least: np.log(np.maximum(u @ z, f)), start, bounds=(0, np.inf)
-        )
+        model = optimize.least_squares(_log_ratio, start, bounds=(0, np.inf), args=(unit, least))
         z = np.where(model.x > 1e-5, model.x, 0)
         where, used, spare = at + np.array(columns), z > 0, len(n) - len(columns)
         theta[where], inner = z / scale, model.jac[:, used]
-        if rng is not None and spare > 0 and np.linalg.matrix_rank(inner) == used.sum():
-            covariance = 2 * model.cost / spare * np.linalg.inv(inner.T @ inner)
-            moved = rng.multivariate_normal(np.zeros(used.sum()), covariance, DRAWS)
-            moved *= np.sqrt(spare / rng.chisquare(spare, (DRAWS, 1)))
-            draws[:, where[used]] = np.maximum(z[used] + moved, 0) / scale[used]
-        else:
+        if rng is None or spare < 1 or np.linalg.matrix_rank(inner) < used.sum():
             draws[:, where] = np.nan
+            continue
+        covariance = 2 * model.cost / spare * np.linalg.inv(inner.T @ inner)
+        moved = rng.multivariate_normal(np.zeros(used.sum()), covariance, DRAWS)
+        moved *= np.sqrt(spare / rng.chisquare(spare, (DRAWS, 1)))
+        draws[:, where[used]] = np.maximum(z[used] + moved, 0) / scale[used]
     return theta, draws
+
+
+def _log_ratio(z: Array, unit: Array, least: Array) -> Array:
+    return np.asarray(np.log(np.maximum(unit @ z, least)))
 
 
 def given(arm: str, pulls: pd.DataFrame, **parameters: float) -> Fit:
@@ -124,18 +126,13 @@ def given(arm: str, pulls: pd.DataFrame, **parameters: float) -> Fit:
 
 def _made(arm: str, theta: Array, draws: Array, cells: pd.DataFrame, method: str) -> Fit:
     shapes = cells.assign(descriptor_bytes=cells["bytes"] / cells["descriptors"], arm=arm).reset_index(drop=True)
-    ranges = {c: (float(shapes[c].min()), float(shapes[c].max())) for c in ("descriptors", "bytes", "descriptor_bytes")}
-    low, high = _ends(draws)
-    rows = pd.DataFrame(
-        {"arm": arm, "parameter": PARAMETERS, "value": theta, "low": low, "high": high, "method": method}
-    )
+    ranges = {c: (float(shapes[c].min()), float(shapes[c].max())) for c in (*SHAPE, "descriptor_bytes")}
+    rows = pd.DataFrame(np.column_stack([theta, *_ends(draws)]), columns=["value", "low", "high"])
     with np.errstate(divide="ignore"):
-        rate = 1e-3 / np.array([theta[5], high[5], low[5]])
-    best = float((cells["bytes"] / cells["xfer_us"]).max()) / 1e3
-    rows.loc[5, ["parameter", "value", "low", "high"]] = [
-        "bandwidth_gb_s",
-        *(rate if theta[5] else (np.inf, best, np.inf)),
-    ]
+        rows.loc[5] = 1e-3 / rows.loc[5, ["value", "high", "low"]].to_numpy()
+    if not np.isfinite(rows.loc[5, ["value", "low"]]).any():
+        rows.loc[5] = [np.inf, float((cells["bytes"] / cells["xfer_us"]).max()) / 1e3, np.inf]
+    rows = rows.assign(arm=arm, parameter=[*PARAMETERS[:5], "bandwidth_gb_s"], method=method)
     model = Fit(arm, theta, draws, ranges, rows, shapes)
     found = predict(model, shapes["descriptors"], shapes["bytes"])
     for name in ("post", "xfer"):
@@ -145,7 +142,7 @@ def _made(arm: str, theta: Array, draws: Array, cells: pd.DataFrame, method: str
 
 
 def _ends(draws: Array) -> Array:
-    return np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    return np.asarray(np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0))
 
 
 def predict(fit: Fit, descriptors: ArrayLike, bytes: ArrayLike) -> pd.DataFrame:
@@ -173,23 +170,18 @@ def break_even(fit_a: Fit, fit_b: Fit, bytes: float) -> pd.DataFrame:
     ``more`` (the faster arm with fewer and with more descriptors), ``crossing_share`` (of the draws that cross at
     all; below 95 percent no interval), ``extrapolated``.  Without a crossing one row, its numbers missing.
     """
-    found = _crossings(*(np.vstack([f.theta, f.draws]) for f in (fit_a, fit_b)), bytes)
+    found = _crossings(np.vstack([fit_a.theta, fit_a.draws]), np.vstack([fit_b.theta, fit_b.draws]), bytes)
     points, drawn, rows = np.unique(found[0][~np.isnan(found[0])]), found[1:], []
     for n in points if len(points) else [np.nan]:
-        around = [n / 1.001, n, n * 1.001] if len(points) else [1.0] * 3
-        a, b = (predict(f, around, bytes) for f in (fit_a, fit_b))
+        a, b = (predict(f, np.nan_to_num([n / 1.001, n, n * 1.001], nan=1), bytes) for f in (fit_a, fit_b))
         faster = np.where(a["xfer_us"] < b["xfer_us"], fit_a.arm, fit_b.arm)
         gaps = np.where(np.isnan(drawn), np.inf, np.abs(np.log(drawn / n)))
         nearest = np.take_along_axis(drawn, gaps.argmin(axis=1)[:, None], 1)
         share = float(np.mean(~np.isnan(nearest)))
         low, high = _ends(nearest[~np.isnan(nearest)]) if share >= CONFIDENCE else (np.nan, np.nan)
         row = {"bytes": bytes, "descriptors": n, "descriptors_low": low, "descriptors_high": high}
-        row |= {
-            "descriptor_bytes": bytes / n,
-            "descriptor_bytes_low": bytes / high,
-            "descriptor_bytes_high": bytes / low,
-        }
-        row |= {"xfer_us": a["xfer_us"][1] if len(points) else np.nan, "fewer": faster[0], "more": faster[2]}
+        row |= {f"descriptor_bytes{e}": bytes / v for e, v in (("", n), ("_low", high), ("_high", low))}
+        row |= {"xfer_us": a["xfer_us"][1] if n == n else n, "fewer": faster[0], "more": faster[2]}
         rows.append(row | {"crossing_share": share, "extrapolated": bool(a["extrapolated"][1] or b["extrapolated"][1])})
     return pd.DataFrame(rows)
 
@@ -199,10 +191,9 @@ def _crossings(a: Array, b: Array, size: float) -> Array:
     ours, theirs = ([(t[:, i] + t[:, i + 2] * size, t[:, i + 1]) for i in (0, 3)] for t in (a, b))
     found = []
     with np.errstate(divide="ignore", invalid="ignore"):
-        for u, p in ours:
-            for v, q in theirs:
-                n = (v - u) / (p - q)
-                tops = [np.max([c + k * n for c, k in lines], axis=0) for lines in (ours, theirs)]
-                on = np.isclose(u + p * n, tops[0], rtol=1e-9) & np.isclose(tops[0], tops[1], rtol=1e-9)
-                found.append(np.where(on & (n >= 1) & (n <= size), n, np.nan))
+        for (u, p), (v, q) in itertools.product(ours, theirs):
+            n = (v - u) / (p - q)
+            tops = [np.max([c + k * n for c, k in lines], axis=0) for lines in (ours, theirs)]
+            on = np.isclose(u + p * n, tops[0], rtol=1e-9) & np.isclose(tops[0], tops[1], rtol=1e-9)
+            found.append(np.where(on & (n >= 1) & (n <= size), n, np.nan))
     return np.column_stack(found)

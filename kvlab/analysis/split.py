@@ -1,25 +1,18 @@
 """Post, drain and poll of pulls: medians with intervals, shares, and what a pull is bound by.
 
-A pull's time has three parts.  *Post* is issuing the reads.  *Drain* is the rest, until the caller sees
-completion.  *Poll* is the end of the drain that may have been nothing but waiting for the next look: a
-caller that looks every ``poll_interval_us`` sees completion up to one interval late, so
-``poll_us = min(drain_us, poll_interval_us)``, a bound from above; not known where the interval is not.
-(Where only the caller's looks make progress, as without NIXL's progress thread, a pull takes many
-intervals, and only the last is counted.)
+*Post* is issuing the reads; *drain* is the rest, until the caller sees completion.  *Poll* is the end of the drain
+that may be nothing but waiting for the next look: ``poll_us = min(drain_us, poll_interval_us)``, a bound from
+above, missing where the interval is.  (Where only looks make progress a pull takes many; the last one counts.)
 
-**Rules of the verdict**, on the medians of each pull's own shares of post, poll and drain less poll:
+**Rules of the verdict**, on the medians of each pull's own shares:
 
-- the largest of the three names it: ``post-bound``, ``poll-bound``, ``drain-bound`` (a tie goes in this order);
-- ``synchronous`` instead of post-bound: the post is at least :data:`SYNCHRONOUS_SHARE` of the pull *and*
-  follows the bytes, not the count of descriptors.  Such a transport (cma) copies inside the call that
-  posts, and fewer descriptors would not help it; a post-bound one they would.
+- the largest of post, poll, and drain less poll names it: ``post-bound``, ``poll-bound`` or ``drain-bound``;
+- ``synchronous`` instead of post-bound: the post is :data:`SYNCHRONOUS_SHARE` of the pull or more *and* follows
+  the bytes, not the count of descriptors (:func:`post_by_size`).  Such a transport (cma) copies inside the call that
+  posts, and fewer descriptors would not help it.  Seeing that takes descriptors of different sizes in the arm;
+  without, ``post_bytes_share`` is missing, and post-bound says only where the time went.
 
-Whether the post follows bytes is :func:`post_by_size`.  It takes descriptors of different sizes in the same
-arm; without them ``post_bytes_share`` is missing and a high post is called post-bound, which then says only
-where the time went.
-
-A quantile of a difference is not the difference of quantiles: the drain's P90 is the P90 of each pull's
-own drain, and no P90 is ever subtracted from another.
+The drain's P90 is the P90 of each pull's own drain: no P90 is ever subtracted from another.
 """
 
 from __future__ import annotations
@@ -43,10 +36,8 @@ SIZE_SPREAD = 4.0
 
 def groups(frame: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
     """Yield ({column: value}, rows) for each group of ``by`` in order of first appearance; () is one group."""
-    if not by:
-        yield {}, frame
-        return
-    for key, rows in frame.groupby(list(by), sort=False, dropna=False, observed=True):
+    grouped = frame.groupby(list(by), sort=False, dropna=False, observed=True) if by else [((), frame)]
+    for key, rows in grouped:
         yield dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True)), rows
 
 
@@ -64,16 +55,12 @@ def warm(rows: pd.DataFrame) -> pd.DataFrame:
     if "error" in rows:
         keep &= rows["error"].isna()
     kept = rows if keep.all() else rows[keep]
-    if not {"xfer_us", "post_us"} <= set(kept):
-        return kept
-    return kept.assign(drain_us=(kept["xfer_us"] - kept["post_us"]).clip(lower=0))
+    pulls = {"xfer_us", "post_us"} <= set(kept)
+    return kept.assign(drain_us=(kept["xfer_us"] - kept["post_us"]).clip(lower=0)) if pulls else kept
 
 
 def parts(pulls: pd.DataFrame) -> pd.DataFrame:
-    """Return :func:`warm` pulls with ``poll_us`` and each pull's own ``post_share``, ``drain_share``, ``poll_share``.
-
-    Post and drain share add up to 1; the poll is a part of the drain.
-    """
+    """Return :func:`warm` pulls with ``poll_us`` and each one's ``post_share``, ``drain_share``, ``poll_share``."""
     p = warm(pulls)
     whole = p["post_us"] + p["drain_us"]
     interval = p["poll_interval_us"].astype(float) if "poll_interval_us" in p else np.nan
@@ -84,14 +71,13 @@ def parts(pulls: pd.DataFrame) -> pd.DataFrame:
 def median_interval(values: Sequence[float] | np.ndarray | pd.Series) -> tuple[float, float, float]:
     """Return median, low and high: the distribution-free 95 percent interval from order statistics.
 
-    Below six values no two order statistics reach 95 percent, and the interval is (nan, nan); missing
-    values are left out.  It takes the values for independent of each other.
+    Below six values it is (nan, nan); missing values are left out; values are taken for independent.
     Source: Conover, Practical Nonparametric Statistics, as in scipy.stats.quantile_test.
     """
     x = np.asarray(values, dtype=float)
     x = np.sort(x[~np.isnan(x)])
     n = len(x)
-    if n == 0:
+    if not n:
         return (np.nan, np.nan, np.nan)
     k = int(stats.binom.ppf((1 - CONFIDENCE) / 2, n, 0.5))
     # The pair (k-th, n+1-k-th) covers with at least the confidence wanted; ppf gives the next one in.
@@ -103,9 +89,8 @@ def median_interval(values: Sequence[float] | np.ndarray | pd.Series) -> tuple[f
 def post_by_size(cells: pd.DataFrame) -> tuple[float, float]:
     """Return the post's cost per descriptor (us) and per byte (us) over shapes; (nan, nan) if not separable.
 
-    Least squares of relative residuals of ``post_us = p * descriptors + s * bytes`` with p, s >= 0 (scipy nnls).
-    ``cells``: a row a shape with ``descriptors``, ``bytes``, ``post_us``; the sizes must differ by
-    :data:`SIZE_SPREAD`, or count and bytes rise together and nobody can tell which one is paid for.
+    Least squares of the relative residuals of ``post_us = p * descriptors + s * bytes``, p and s >= 0 (scipy nnls).
+    ``cells``: a row a shape; where sizes differ by less than :data:`SIZE_SPREAD` count and bytes rise together.
     """
     cells = cells[(cells["post_us"] > 0) & (cells["descriptors"] > 0) & (cells["bytes"] > 0)]
     size = (cells["bytes"] / cells["descriptors"]).to_numpy(float)
@@ -127,7 +112,7 @@ def summary(pulls: pd.DataFrame, by: Sequence[str] = ("arm", "prompt_tokens")) -
     """
     names = [*dict.fromkeys([*by, "descriptors", "bytes", "post_us", "xfer_us"])]
     p = parts(take(pulls, names, ("arm", "poll_interval_us", "warmup", "error")))
-    # One arm's shapes together tell what its post is paid for, whatever the groups asked for.
+    # All shapes of an arm tell what its post is paid for, whatever groups are asked for.
     arms = [c for c in ("arm",) if c in p]
     shapes = p.groupby([*arms, "descriptors", "bytes"], observed=True)["post_us"].median().reset_index()
     costs = {key.get("arm"): post_by_size(cells) for key, cells in groups(shapes, arms)}
@@ -146,17 +131,13 @@ def summary(pulls: pd.DataFrame, by: Sequence[str] = ("arm", "prompt_tokens")) -
         by_bytes, whole = per_byte * row["bytes"], per_descriptor * row["descriptors"] + per_byte * row["bytes"]
         row["post_bytes_share"] = by_bytes / whole if whole > 0 else np.nan
         rest = float((g["drain_share"] - g["poll_share"].fillna(0)).median())
-        row["verdict"] = _verdict(row["post_share"], row["poll_share"], rest, row["post_bytes_share"])
+        shares = {"post-bound": row["post_share"], "poll-bound": np.nan_to_num(row["poll_share"]), "drain-bound": rest}
+        row["verdict"] = max(shares, key=lambda name: shares[name])
+        if row["verdict"] == "post-bound" and row["post_share"] >= SYNCHRONOUS_SHARE and row["post_bytes_share"] > 0.5:
+            row["verdict"] = "synchronous"
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def _with_interval(name: str, values: pd.Series) -> dict[str, float]:
     return {name.format(end): v for end, v in zip(("", "_low", "_high"), median_interval(values), strict=True)}
-
-
-def _verdict(post: float, poll: float, rest: float, by_bytes: float) -> str:
-    shares = {"post-bound": post, "poll-bound": np.nan_to_num(poll), "drain-bound": rest}
-    largest = max(shares, key=lambda name: shares[name])
-    synchronous = largest == "post-bound" and post >= SYNCHRONOUS_SHARE and by_bytes > 0.5
-    return "synchronous" if synchronous else largest
