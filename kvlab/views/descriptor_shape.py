@@ -109,7 +109,7 @@ def break_evens(run: Run) -> pd.DataFrame:
 def show_rows(rows: list[dict[str, str]], name: str, title: str, note: str = "") -> gt.GT:
     """Show rows whose keys are the headings."""
     frame = pd.DataFrame(rows)
-    return tables.show(frame, name, title=title, labels={c: c for c in frame}, note=note)
+    return tables.show(frame, name, title=title, labels={str(c): str(c) for c in frame}, note=note)
 
 
 def span(value: float, low: float = np.nan, high: float = np.nan) -> str:
@@ -124,7 +124,7 @@ def points(frame: pd.DataFrame, x: str, y: str, scale: float = 1) -> pd.DataFram
     return frame.assign(x=frame[x], y=frame[y.format("")] / scale, low=low, high=high)
 
 
-def marks(frame: pd.DataFrame, names: Sequence[str], titles: tuple[str, str], *wanted: str) -> alt.LayerChart:
+def marks(frame: pd.DataFrame, names: Sequence[str], titles: tuple[str, str], *wanted: str) -> Any:
     """Layer marks over :func:`points` on log scales: band, line, dash, whisker, point, label; ``model`` parts lines."""
     log, about = alt.Scale(type="log"), ("arm", "n", "descriptors", "bytes", "y", "low", "high", "verdict")
     base = alt.Chart(frame[[c for c in (*about, "x", "model", "extrapolated") if c in frame]]).encode(
@@ -147,7 +147,7 @@ def marks(frame: pd.DataFrame, names: Sequence[str], titles: tuple[str, str], *w
     return alt.layer(*(made[name]() for name in wanted))
 
 
-def rule(at: float, text: str, across: bool) -> list[alt.Chart]:
+def rule(at: float, text: str, across: bool) -> list[Any]:
     """Return a dashed line with its label: a limit ``across``, or a count down the chart."""
     base = alt.Chart(pd.DataFrame({"at": [at], "text": [text]})).encode(**{"y" if across else "x": "at:Q"})
     label = base.mark_text(align="left", dx=3, dy=-6 if across else 6, color=charts.LIMIT, fontSize=10)
@@ -170,7 +170,7 @@ def _finish(chart: alt.TopLevelMixin, name: str, heading: str, run: Run, caption
 
 def rate_chart(run: Run) -> charts.Shown:
     """Draw rate by descriptor size, a line an arm, a panel a pull size, under the limits of the same run."""
-    rows, panels = plain(run), []
+    rows, panels = plain(run), list[Any]()
     limits = run.table("limits").groupby(["bytes", "name"])["gb_per_s"].median().reset_index()
     for pull, part in rows.groupby("pull", sort=False):
         own = limits[limits["bytes"] == part["bytes"].min()]
@@ -200,18 +200,20 @@ def fit_chart(run: Run) -> charts.Shown:
     curve = pd.concat([cost.predict(f, np.geomspace(*f.ranges["descriptors"], 40), size) for f in fits.values()])
     curve = points(curve, "descriptors", "xfer{}_us", 1e3).assign(model=curve["arm"])
     shapes = pd.concat([f.residuals for f in fits.values()]).assign(x=lambda f: f["descriptors"])
-    shapes["y"], own = shapes["xfer_us"] / 1e3, lambda f: f.assign(arm=f["arm"].str.split(PART).str[0])
+    shapes["y"] = shapes["xfer_us"] / 1e3
+    # Both parts of an arm with threads have its colour; a line stays a part.
+    curve, shapes = (f.assign(arm=f["arm"].str.split(PART).str[0]) for f in (curve, shapes))
     titles = (COUNT, "Pull time (ms, log scale)")
-    layers = [marks(own(curve), arms(run), titles, "band", "line")]
-    layers.append(marks(own(shapes[shapes["bytes"] == size]), arms(run), titles, "point"))
+    layers = [marks(curve, arms(run), titles, "band", "line")]
+    layers.append(marks(shapes[shapes["bytes"] == size], arms(run), titles, "point"))
     met = break_evens(run)
-    for r in met[met["descriptors"].notna() & (met["extrapolated"] == False)].itertuples():  # noqa: E712
-        layers += rule(r.descriptors, "break-even", False)
+    for n in met.loc[met["descriptors"].notna() & (met["extrapolated"] == False), "descriptors"]:  # noqa: E712
+        layers += rule(n, "break-even", False)
     top = alt.layer(*layers).properties(width=charts.WIDTH, height=260, title=f"Pulls of {size_text(int(size))}")
     zero = alt.Chart(pd.DataFrame({"v": [0]})).mark_rule(color=charts.LIMIT).encode(y="v:Q")
-    dots = marks(own(shapes), arms(run), titles, "point").layer[0]
+    dots = marks(shapes, arms(run), titles, "point").layer[0]
     dots = dots.encode(y=alt.Y("xfer_residual:Q", title="Residual", axis=alt.Axis(format="+.0%", tickCount=5)))
-    dots.data = own(shapes)[["arm", "x", "descriptors", "bytes", "y", "xfer_residual"]]
+    dots.data = shapes[["arm", "x", "descriptors", "bytes", "y", "xfer_residual"]]
     heading = "What the model leaves, pulls of every size: measured / fitted - 1"
     bottom = alt.layer(zero, dots).properties(width=charts.WIDTH, height=110, title=heading)
     caption = (
@@ -251,15 +253,18 @@ def break_even_table(pair: list[Run], others: pd.DataFrame) -> gt.GT:
     """Show where two transports take the same time: in these runs, and in ``others`` (with ``where``)."""
     rows = []
     for r in pd.concat([*(break_evens(r).assign(where=where(r)) for r in pair), others]).to_dict("records"):
-        row = {"Machine": r["where"], "Arms": r["pair"], "Pull": size_text(int(r["bytes"]))}
-        if np.isnan(r["descriptors"]):
-            rows.append(row | {"Descriptors (95 %)": "none", "Faster": f"{r['fewer']} at every count"})
-            continue
-        row |= {
-            "Descriptors (95 %)": span(*(r[f"descriptors{e}"] for e in ("", "_low", "_high"))),
-            "KiB each": f"{r['descriptor_bytes'] / 1024:,.0f}",
+        row = {
+            "Machine": r["where"],
+            "Arms": r["pair"],
+            "Pull": size_text(int(r["bytes"])),
+            "Descriptors (95 %)": "none",
         }
-        rows.append(row | {"Faster": f"{r['fewer']} with fewer", " ": "extrapolated" if r["extrapolated"] else ""})
+        row |= {"KiB each": "–", "Faster": f"{r['fewer']} at every count", " ": ""}
+        if not np.isnan(r["descriptors"]):
+            row["Descriptors (95 %)"] = span(*(r[f"descriptors{e}"] for e in ("", "_low", "_high")))
+            row |= {"KiB each": f"{r['descriptor_bytes'] / 1024:,.0f}", "Faster": f"{r['fewer']} with fewer"}
+            row[" "] = "extrapolated" if r["extrapolated"] else ""
+        rows.append(row)
     note = "From the cost models. Extrapolated: outside the counts and sizes that were measured or published."
     return show_rows(rows, "break_even", "Where two transports take the same time", note)
 
@@ -318,13 +323,14 @@ def predictions(over: dict[str, str], gained: pd.DataFrame, residuals: pd.Series
     :param best: the best arm's share of a device copy; NaN: no GPU
     """
     found: list[dict[str, Any]] = []
-    for r in gained.itertuples():
+    for r in gained.to_dict("records"):
         for name, (least, most) in PREDICTIONS.items():
-            if agrees(over.get(r.over, ""), name):
-                holds = True if least <= r.low and r.high <= most else None
-                holds = False if r.high < least or r.low > most else holds
-                text = f"{size_text(int(r.descriptor_bytes))} take {span(r.ratio, r.low, r.high)} times one descriptor"
-                found.append({"what": f"{r.over} ({over[r.over]})", "holds": holds, "text": text})
+            if agrees(over.get(r["over"], ""), name):
+                holds = True if least <= r["low"] and r["high"] <= most else None
+                holds = False if r["high"] < least or r["low"] > most else holds
+                ratio = span(r["ratio"], r["low"], r["high"])
+                text = f"{size_text(r['descriptor_bytes'])} take {ratio} times one descriptor"
+                found.append({"what": f"{r['over']} ({over[r['over']]})", "holds": holds, "text": text})
     near = float((residuals.abs() <= FIT_WITHIN).mean())
     text = f"{near:.0%} of {len(residuals)} shapes within {FIT_WITHIN:.0%}"
     found.append({"what": "the cost model", "holds": near >= FIT_SHARE, "text": text})

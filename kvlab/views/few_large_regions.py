@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import altair as alt
 import great_tables as gt
@@ -115,7 +116,8 @@ _KNOBS = (
 
 def knobs_table(pair: list[Run]) -> gt.GT:
     """Show what real settings do to the count of descriptors, and what came of it, each with its status."""
-    rows, hand = [], "measured by hand, vLLM 0.23.0, H200"
+    rows: list[tuple[Any, ...]] = []
+    hand = "measured by hand, vLLM 0.23.0, H200"
     vllm = published.load("h200_vllm_pulls").query("in_flight == 1 and prompt_tokens == 16384").set_index("config")
     for knob, config in (("block size 16 → 128 tokens", "blk128"), ("cross-layer blocks, FLASH_ATTN", "xlayer")):
         a, b = vllm.loc["cuda_ipc"], vllm.loc[config]
@@ -130,7 +132,7 @@ def knobs_table(pair: list[Run]) -> gt.GT:
         seen = shape.pulls(run).query("not warmup and variation in ('plain', 'contiguous')")
         seen = seen.groupby(["arm", "bytes", "descriptor_bytes", "variation"])[["descriptors", "xfer_us"]].median()
         both = seen.unstack("variation").dropna().groupby("arm", sort=False).head(1)
-        for (arm, *_), r in both.iterrows():
+        for arm, r in both.droplevel(["bytes", "descriptor_bytes"]).iterrows():
             n = [r["descriptors", v] for v in ("plain", "contiguous")]
             times = [r["xfer_us", v] / 1e3 for v in ("plain", "contiguous")]
             rows.append(("contiguous allocation", *n, f"pull (ms), {arm}", *times, f"measured, {run.id}"))
