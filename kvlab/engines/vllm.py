@@ -208,7 +208,7 @@ def command(e: Engine, logs: Path, version: str, place: Place = LOCAL, python: s
         name=e.name,
         role=e.role,
         argv=(python, "-m", versions.entry_module(version), *_flags(e)),
-        env=environment(e, telemetry),
+        env={**environment(e, telemetry), **place.env},
         url=f"http://{e.host if e.host != '0.0.0.0' else '127.0.0.1'}:{e.port}",
         log=logs / f"{e.name}.log",
         model=served_name(e),
