@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.capture import ucx
-from kvlab.capture.carrier import ALIASES, COPIES
+from kvlab.capture.carrier import COPIES
 from kvlab.capture.machine import LINKS
 from kvlab.errors import KvlabError
-from kvlab.params import Arm, Experiment
+from kvlab.params import Arm, Experiment, PullParams
 from kvlab.predict import (
-    GPU_ALIASES,
     MESSAGES,
     MODULE,
+    TLS_ALIASES,
     Facts,
     Prediction,
     allowed,
@@ -50,15 +50,14 @@ _MIB, _4M = 1 << 20, 4 << 20
 # ------------------------------------------------------------------------------------------------ probe
 
 
-def probe(params: Experiment, arm: Arm, size: int) -> dict[str, Any]:
+def probe(arm: Arm, size: int, view: View, params: Experiment) -> dict[str, Any]:
     """Pull a few blocks of ``size`` bytes over the arm and return what UCX's table says, or the error."""
     from kvlab.pull import Case, Options, Pair
 
-    memory = getattr(params, "memory", "DRAM")
     case = Case("probe", ((max(4, min(64, 64 * _MIB // size)), size),))
-    kind = "cuda" if memory == "VRAM" else "host"
+    kind = "cuda" if view.memory == "VRAM" else "host"
     found: dict[str, Any] = {"transport": None, "emulated": None, "verdict": "", "gb_per_s": None, "error": None}
-    options = Options.of(params, arm) if hasattr(params, "progress_thread") else Options(memory=memory)  # type: ignore[arg-type]
+    options = Options.of(params, arm) if isinstance(params, PullParams) else Options(view.memory, *view.gpus)
     options.pull_time_limit_s = 20
     with tempfile.TemporaryDirectory(prefix="kvlab-check-") as folder:
         try:
@@ -171,7 +170,7 @@ def misspelt(facts: Facts, names: Iterable[str]) -> list[str]:
 
 
 def _unknown(a: View) -> list[str]:
-    known = {*ALIASES, *GPU_ALIASES, *MODULE, *COPIES, *a.here, "all", "tcp", "self", "sysv", "posix", "gga"}
+    known = {*TLS_ALIASES, *MODULE, *COPIES, *a.here, "all", "tcp", "self", "sysv", "posix", "gga"}
     near = {n: difflib.get_close_matches(n, known, 1) for n in named(a.env.get("UCX_TLS", "")) if n not in known}
     return [n + (f": {x[0]}?" if x else "") for n, x in near.items()]
 
@@ -251,7 +250,7 @@ _SEEN = "seen: NIXL 1.4.1, UCX 1.22"
 #: id, of, weight, test, what, remedy, source; owner/name#N is an issue or pull request on GitHub
 # fmt: off
 _RULES: list[tuple[str, str, str, Test, str, str, str]] = [
-    ("nixl-missing", "machine", "trap", lambda f: None if f["nixl"] else "no nixl_cu12 or nixl_cu13 in this Python",
+    ("nixl-missing", "machine", "trap", lambda f: None if f["nixl"] else "no wheel here that fits torch (nixl_cu12 or nixl_cu13)",
      "NIXL is not installed: nothing can be measured", "pip install 'kvlab[cpu]' or 'kvlab[gpu]'", "README"),
     ("ucx-does-not-start", "machine", "blocks",
      lambda f: f["ucx"] and (f["ucx"]["error"] or (None if f["ucx"]["version"] else "it said nothing")),
@@ -398,14 +397,24 @@ def why_not(facts: Facts) -> dict[str, str]:
 
 def arms(params: Experiment, facts: Facts, live: bool) -> list[View]:
     """Return a view of every arm, each probed by a tiny pull where ``live``."""
-    memory, size = getattr(params, "memory", "DRAM"), descriptor_bytes(params)
-    gpus = (getattr(params, "initiator_gpu", 0), getattr(params, "target_gpu", 0))
+    gpus, size = gpus_of(params), descriptor_bytes(params)
+    memory = getattr(params, "memory", "VRAM" if gpus else "DRAM")
     made = []
     for arm in getattr(params, "arms", []):
-        view = View(facts, arm.label, arm, memory, size, gpus)
-        done = probe(params, arm, size) if live and facts["nixl"] and view.has_gpus else None
+        arm = arm.model_copy(update={"env": {**getattr(params, "engine_env", {}), **arm.env}})
+        view = View(facts, arm.label, arm, memory, size, gpus or (0, 0))
+        done = probe(arm, size, view, params) if live and facts["nixl"] and view.has_gpus else None
         made.append(replace(view, probe=done))
     return made
+
+
+def gpus_of(params: Experiment) -> tuple[int, int] | None:
+    """Return the GPU of the reading (decode) and of the other side; None for engines on CPU."""
+    if hasattr(params, "initiator_gpu"):
+        return params.initiator_gpu, getattr(params, "target_gpu", 0)
+    first = [str(getattr(params, f"{side}_gpus", "")).split(",")[0].strip() for side in ("decode", "prefill")]
+    numbers = [int(n) for n in first if n.isdigit()]
+    return (numbers[0], numbers[-1]) if numbers else None
 
 
 def descriptor_bytes(params: Experiment) -> int:

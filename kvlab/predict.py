@@ -18,8 +18,9 @@ _RDMA = ("rc_gda", "rc_mlx5", "dc_mlx5", "rc_verbs", "srd", "ud_mlx5", "ud_verbs
 _RDMA_READS = _RDMA[:-2]
 #: transports that carry active messages and report a dead peer, which NIXL asks for
 MESSAGES = (*_RDMA, "tcp")
-#: UCX_TLS aliases beyond those of carrier.ALIASES (ucp_tl_aliases in src/ucp/core/ucp_context.c)
-GPU_ALIASES = {
+#: what UCX_TLS may name besides transports (ucp_tl_aliases in src/ucp/core/ucp_context.c)
+TLS_ALIASES: dict[str, tuple[str, ...]] = {
+    **{n: ALIASES[n] for n in ("sm", "shm", "mm", "ib", "rc", "rc_x", "rc_v", "ud", "ud_x", "ud_v", "dc", "dc_x")},
     "cuda": ("cuda_copy", "cuda_ipc", "gdr_copy"),
     "rocm": ("rocm_copy", "rocm_ipc"),
     "ze": ("ze_copy", "ze_ipc"),
@@ -63,7 +64,7 @@ def named(tls: str) -> list[str]:
 
 def members(name: str) -> tuple[str, ...]:
     """Return the transports that a name in UCX_TLS stands for."""
-    return GPU_ALIASES.get(name) or ALIASES.get(name) or (name,)
+    return TLS_ALIASES.get(name) or (name,)
 
 
 def allowed(tls: str, here: Iterable[str]) -> set[str]:

@@ -28,7 +28,7 @@ def found(facts: dict[str, Any], *views: check.View) -> dict[str, list[str]]:
 
 
 MACHINE = {
-    "nixl-missing": (cpu(nixl=None), "no nixl_cu12"),
+    "nixl-missing": (cpu(nixl=None), "no wheel here"),
     "ucx-does-not-start": (cpu(ucx={**cpu()["ucx"], "error": "ended with code -11"}), "code -11"),
     "variable-misspelt": (cpu(environment={"UCX_NET_DEVICE": "mlx5_0:1"}), "UCX_NET_DEVICE: UCX_NET_DEVICES?"),
     "memory-lock-limit": (roce(memlock_bytes=65536), "64 KiB"),
@@ -202,6 +202,25 @@ def test_ucx_tls(tls: str, left: set[str]) -> None:
     assert allowed(tls, {"tcp", "cma", "posix", "rc_mlx5", "cuda_ipc"}) == left
 
 
+def test_words_of_the_field_are_not_ucx_names() -> None:
+    seen = view(cpu(), env={"UCX_TLS": "nvlink,tcp"})
+    assert found(seen.facts, seen)["transport-unknown"] == ["nvlink"]
+
+
+def test_arms_of_engines() -> None:
+    given = {
+        "decode_gpus": "1",
+        "prefill_gpus": "0",
+        "engine_env": {"UCX_TLS": "tcp,cuda", "UCX_TCP_TX_SEG_SIZE": "64k"},
+        "arms": [{"label": "a", "env": {"UCX_TLS": "rc,cuda"}}],
+    }
+    [seen] = check.arms(params.RelativeToNvlink.model_validate(given), nvlink(), live=False)
+    assert (seen.memory, seen.gpus, seen.env["UCX_TLS"]) == ("VRAM", (1, 0), "rc,cuda")
+    assert seen.env["UCX_TCP_TX_SEG_SIZE"] == "64k"
+    [seen] = check.arms(params.RelativeToNvlink.model_validate({"arms": [{"label": "a"}]}), cpu(), live=False)
+    assert (seen.memory, seen.size) == ("DRAM", 131072)
+
+
 def test_visible_gpus_limit_the_arm() -> None:
     seen = view(nvlink(), "VRAM", (0, 1), env={"CUDA_VISIBLE_DEVICES": "3"})
     assert "no-gpu" in found(seen.facts, seen)
@@ -230,7 +249,8 @@ def test_probe_pulls(tls: str, expect: str) -> None:
     pytest.importorskip("nixl")
     arm = {"label": "probe", "env": {"UCX_TLS": tls}, "expect": expect}
     chosen = params.PostVsCompletion.model_validate({"arms": [arm]})
-    got = check.probe(chosen, chosen.arms[0], 131072)
+    [seen] = check.arms(chosen, cpu(), live=True)
+    got = seen.probe or {}
     assert (got["transport"], got["error"]) == (expect, None)
 
 
@@ -238,4 +258,5 @@ def test_probe_pulls(tls: str, expect: str) -> None:
 def test_probe_reports_what_ucx_said() -> None:
     pytest.importorskip("nixl")
     chosen = params.PostVsCompletion.model_validate({"arms": [{"label": "x", "env": {"UCX_TLS": "sm,self"}}]})
-    assert "no active messages transport" in check.probe(chosen, chosen.arms[0], 131072)["error"]
+    [seen] = check.arms(chosen, cpu(), live=True)
+    assert "no active messages transport" in (seen.probe or {})["error"]

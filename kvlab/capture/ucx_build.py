@@ -31,7 +31,12 @@ def libraries() -> dict[str, Any] | None:
             folder = site / f"{module}.libs"
             if found := sorted(folder.glob("libucp-*.so*")):
                 plugin = sorted(folder.glob("nixl/libplugin_UCX.so")) + sorted(site.glob(f".{module}.*/plugins/*UCX*"))
-                return {"module": module, "ucp": str(found[0]), "folder": str(folder), "plugin": str(plugin[0])}
+                return {
+                    "module": module,
+                    "ucp": str(found[0]),
+                    "folder": str(folder),
+                    "plugin": str(plugin[0]) if plugin else None,
+                }
     system = ctypes.util.find_library("ucp")
     return {"module": None, "ucp": system, "folder": None, "plugin": None} if system else None
 
@@ -41,7 +46,7 @@ def _variants() -> list[str]:
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
     found = re.search(r"^cuda\b.*= '(\d+)", version.read_text(), re.M) if version and version.is_file() else None
-    return [f"nixl_cu{found[1]}"] if found else ["nixl_cu13", "nixl_cu12"]
+    return [f"nixl_cu{found[1]}"] if found else ["nixl_cu13", "nixl_cu12", "nixl"]
 
 
 def look(env: Mapping[str, str], limit_s: float = 20) -> dict[str, Any] | None:
