@@ -21,13 +21,10 @@ from kvlab.engines.load import Generator, Load
 from kvlab.engines.router import Router
 from kvlab.engines.vllm import Command, Engine
 from kvlab.errors import BadInput
-from kvlab.measures.common import progress, record_evidence
+from kvlab.measures.common import progress
 from kvlab.measures.engines import Bench, Engines, engine, model_of
 from kvlab.params import ChunkFirst, EngineArm, TcpCrossover
 from kvlab.runs import Run, safe_name
-
-#: gaps of the running request longer than this many of its usual ones belong to a prefill step
-STEP_TIMES = 1.5
 
 
 def check_chunks(params: ChunkFirst, model: str) -> None:
@@ -91,43 +88,44 @@ def measure(params: ChunkFirst, run: Run) -> None:
     check_chunks(params, model)
     todo = configurations(params, model)
     order = np.random.default_rng(params.seed).permutation(len(todo))
-    steps: list[pd.DataFrame] = []
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
-        for arm, specs, chunk in progress([todo[i] for i in order], "configurations"):
-            router = Router() if len(specs) > 1 and specs[0].role == "replica" else None
-            with bench.up(arm, specs, router=router, limit_s=params.start_limit_s) as engines:
-                for repetition in range(-1, params.repetitions):
-                    for rate in params.rates_rps if repetition >= 0 else params.rates_rps[:1]:
-                        load = Load(
-                            params.requests if repetition >= 0 else 2 * len(specs),
-                            params.prompt_tokens,
-                            params.output_tokens,
-                            rate_rps=rate if repetition >= 0 else None,
-                            concurrency=None if repetition >= 0 else len(specs),
-                            seed=params.seed + repetition + round(1000 * rate),
-                            phase=f"{rate:g} requests/s",
-                            repetition=repetition,
-                            warmup=repetition < 0,
-                        )
-                        engines.phase(load, chunk_tokens=chunk)
-                if params.step_prompt_tokens and specs[0].role == "replica":
-                    steps.append(step_times(engines, params, chunk, bench.began_s).assign(arm=arm.label))
-                    run.write("steps", pd.concat(steps, ignore_index=True))
-        logs = {a: files for a, files in bench.logs.items() if a == params.pd_arm.label}
-        if logs and run.has("pulls"):
-            sizes = run.table("pulls")["descriptor_bytes"].dropna()
-            place = "cuda" if params.decode_gpus else "host"
-            size = int(sizes.median()) if len(sizes) else 128 * 1024
-            record_evidence(run, [params.pd_arm], logs, descriptor_bytes=size, local=place, remote=place)
+        with bench.evidence([params.pd_arm], "cuda" if params.decode_gpus else "host"):
+            _configurations(params, run, bench, [todo[i] for i in order])
+
+
+def _configurations(
+    params: ChunkFirst, run: Run, bench: Bench, todo: list[tuple[EngineArm, list[Engine], int]]
+) -> None:
+    steps: list[pd.DataFrame] = []
+    for arm, specs, chunk in progress(todo, "configurations"):
+        router = Router() if len(specs) > 1 and specs[0].role == "replica" else None
+        with bench.up(arm, specs, router=router, limit_s=params.start_limit_s) as engines:
+            for repetition in range(-1, params.repetitions):
+                for rate in params.rates_rps if repetition >= 0 else params.rates_rps[:1]:
+                    load = Load(
+                        params.requests if repetition >= 0 else 2 * len(specs),
+                        params.prompt_tokens,
+                        params.output_tokens,
+                        rate_rps=rate if repetition >= 0 else None,
+                        concurrency=None if repetition >= 0 else len(specs),
+                        seed=params.seed + repetition + round(1000 * rate),
+                        phase=f"{rate:g} requests/s",
+                        repetition=repetition,
+                        warmup=repetition < 0,
+                    )
+                    engines.phase(load, chunk_tokens=chunk)
+            if params.step_prompt_tokens and specs[0].role == "replica":
+                steps.append(step_times(engines, params, chunk, bench.began_s).assign(arm=arm.label))
+                run.write("steps", pd.concat(steps, ignore_index=True))
 
 
 def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, began_s: float) -> pd.DataFrame:
     """Measure the engine's steps at ``chunk``: one request decodes while a long prompt is prefilled beside it.
 
     Between two tokens of the running request lies one step; while the prompt is prefilled each step carries a chunk of
-    it (less the one token of the running request), so the long gaps in a row are the steps at prefix 0, chunk, ...
-    Returns rows of table ``steps``; a prompt whose number of long gaps is not the number of its chunks is left out.
+    it (less the one token of the running request), so the gaps in that time are the steps at prefix 0, chunk, ...
+    Returns rows of table ``steps``; a prompt whose gaps are not as many as its chunks is left out.
     """
     rows: list[dict[str, Any]] = []
     target = engines.cluster.engines[0]
@@ -165,13 +163,14 @@ def prefill_steps(request: pd.Series, sent_s: float, done_s: float, tokens: int,
     """Pick the steps of a prompt sent at ``sent_s`` and answered at ``done_s`` out of a running request's gaps."""
     gaps = np.asarray(request["gaps_ms"], float)
     ends = request["start_s"] + (request["ttft_ms"] + np.cumsum(gaps)) / 1e3
-    usual = float(np.median(gaps))
-    inside = (ends > sent_s) & (ends - gaps / 1e3 < done_s) & (gaps > STEP_TIMES * usual)
-    found = gaps[inside]
     own = chunk - 1  # the running request's own token is part of the step
     count = -(-tokens // own)
-    if len(found) != count:
+    inside = np.flatnonzero((ends > sent_s) & (ends - gaps / 1e3 < done_s))
+    # A gap before the first step or after the last may reach into the window: the steps are the longest in a row.
+    if not count <= len(inside) <= count + 3:
         return []
+    sums = np.convolve(gaps[inside], np.ones(count), "valid")
+    found = gaps[inside][int(sums.argmax()) :][:count]
     return [
         {"prefix_tokens": i * own, "chunk_tokens": min(own, tokens - i * own), "step_ms": float(g)}
         for i, g in enumerate(found)

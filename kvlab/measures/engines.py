@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from kvlab.engines.model import StandIn
 from kvlab.engines.router import Router
 from kvlab.engines.vllm import Command, Engine, Role
 from kvlab.errors import KvlabError, RunFailed
-from kvlab.params import EngineArm, EngineParams
+from kvlab.measures.common import record_evidence
+from kvlab.params import Arm, EngineArm, EngineParams
 from kvlab.placement import reach
 from kvlab.placement.local import Place
 from kvlab.runs import Run, safe_name
@@ -123,6 +124,26 @@ class Bench:
                 engines.collect()
                 self.losses += [x for f in followers for x in f.losses()]
             self.flush()
+
+    @contextlib.contextmanager
+    def evidence(self, arms: Sequence[Arm], memory: str) -> Iterator[None]:
+        """Read the engines' UCX tables when the block ends, however it ends; a failure keeps its own error."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(KvlabError, OSError):
+                self._record(arms, memory)
+            raise
+        self._record(arms, memory)
+
+    def _record(self, arms: Sequence[Arm], memory: str) -> None:
+        started = [arm for arm in arms if arm.label in self.logs]
+        if not started:
+            return
+        pulls = self.run.table("pulls")
+        sizes = pulls["descriptor_bytes"].dropna() if len(pulls) else pulls.get("descriptor_bytes", pd.Series())
+        size = int(sizes.median()) if len(sizes) else 128 * 1024
+        record_evidence(self.run, started, self.logs, descriptor_bytes=size, local=memory, remote=memory)
 
     def flush(self) -> None:
         """Write what there is; losses of the rings go into the manifest."""

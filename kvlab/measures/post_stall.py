@@ -12,13 +12,12 @@ import time
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from kvlab.engines import answers
 from kvlab.engines import pd as handover
 from kvlab.engines.load import Generator, Load
 from kvlab.errors import RunFailed
-from kvlab.measures.common import progress, record_evidence
+from kvlab.measures.common import progress
 from kvlab.measures.engines import Bench, Engines, dry_run, model_of, pair
 from kvlab.params import PostStall
 from kvlab.runs import Run
@@ -62,26 +61,20 @@ def measure(params: PostStall, run: Run) -> None:
     rng = np.random.default_rng(params.seed)
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
-        starts = [(s, arm) for s in range(params.starts) for arm in (params.arms if s % 2 == 0 else params.arms[::-1])]
-        for start, arm in progress(starts, "engine starts"):
-            with bench.up(arm, pair(params, arm, model), start=start, limit_s=params.start_limit_s) as engines:
-                for tokens in params.pulled_prompt_tokens:  # NIXL's handshake and first shapes, kept out
-                    _send(engines, answers.prompts(1, tokens, params.seed + 7, 1000)[0], True)
-                for repetition in range(-params.warmup, params.repetitions):
-                    todo = [(t, kind) for t in params.pulled_prompt_tokens for kind in ("pull", "control")]
-                    for number in rng.permutation(len(todo)):
-                        _phase(params, engines, *todo[number], repetition)
-        pulls = run.table("pulls")
-        sizes = pulls["descriptor_bytes"].dropna() if len(pulls) else pd.Series(dtype=float)
-        place = "cuda" if params.decode_gpus else "host"
-        record_evidence(
-            run,
-            params.arms,
-            bench.logs,
-            descriptor_bytes=int(sizes.median()) if len(sizes) else 128 * 1024,
-            local=place,
-            remote=place,
-        )
+        with bench.evidence(params.arms, "cuda" if params.decode_gpus else "host"):
+            _starts(params, bench, model, rng)
+
+
+def _starts(params: PostStall, bench: Bench, model: str, rng: np.random.Generator) -> None:
+    starts = [(s, arm) for s in range(params.starts) for arm in (params.arms if s % 2 == 0 else params.arms[::-1])]
+    for start, arm in progress(starts, "engine starts"):
+        with bench.up(arm, pair(params, arm, model), start=start, limit_s=params.start_limit_s) as engines:
+            for tokens in params.pulled_prompt_tokens:  # NIXL's handshake and first shapes, kept out
+                _send(engines, answers.prompts(1, tokens, params.seed + 7, 1000)[0], True)
+            for repetition in range(-params.warmup, params.repetitions):
+                todo = [(t, kind) for t in params.pulled_prompt_tokens for kind in ("pull", "control")]
+                for number in rng.permutation(len(todo)):
+                    _phase(params, engines, *todo[number], repetition)
 
 
 def _phase(params: PostStall, engines: Engines, tokens: int, kind: str, repetition: int) -> None:

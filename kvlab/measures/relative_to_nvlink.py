@@ -14,7 +14,7 @@ import pandas as pd
 from kvlab.engines import answers
 from kvlab.engines.load import Generator, Load
 from kvlab.engines.router import Router
-from kvlab.measures.common import progress, record_evidence
+from kvlab.measures.common import progress
 from kvlab.measures.engines import Bench, dry_run, model_of, pair
 from kvlab.params import RelativeToNvlink
 from kvlab.runs import Run
@@ -25,44 +25,37 @@ __all__ = ["dry_run", "measure"]
 def measure(params: RelativeToNvlink, run: Run) -> None:
     """Fill ``pulls``, ``requests``, ``phases``, ``answers``, ``engine_metrics``, ``transports``, ``verdicts``."""
     model, began = model_of(params), time.time()
-    checked: list[pd.DataFrame] = []
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
-        starts = [(s, arm) for s in range(params.starts) for arm in (params.arms if s % 2 == 0 else params.arms[::-1])]
-        for start, arm in progress(starts, "engine starts"):
-            router = Router() if params.hand_over == "router" else None
-            specs = pair(params, arm, model)
-            with bench.up(arm, specs, start=start, router=router, limit_s=params.start_limit_s) as engines:
-                if params.answer_prompts and start == 0:
-                    asked = answers.prompts(params.answer_prompts, min(params.prompt_tokens), params.seed, 1000)
-                    checked.append(answers.check(engines.cluster, asked).assign(arm=arm.label, start=start))
-                    run.write("answers", pd.concat(checked, ignore_index=True))
-                for repetition in range(-1, params.repetitions):
-                    for tokens in params.prompt_tokens:
-                        shape = {"prompt_tokens": tokens, "output_tokens": params.output_tokens}
-                        # The same prompts in every arm and start, other ones in every repetition.
-                        common = {**shape, "repetition": repetition, "warmup": repetition < 0}
-                        seed = params.seed + 1000 * (repetition + 1) + tokens
-                        count = 1 if repetition < 0 else params.serial_requests
-                        engines.phase(Load(count, concurrency=1, phase=f"one at a time {tokens}", seed=seed, **common))
-                        if params.concurrent_requests and repetition >= 0:
-                            load = Load(
-                                params.concurrent_requests,
-                                concurrency=params.concurrency,
-                                phase=f"{params.concurrency} at a time {tokens}",
-                                seed=seed + 500,
-                                **common,
-                            )
-                            engines.phase(load)
-        pulls = run.table("pulls")
-        warm = pulls[~pulls["warmup"].astype(bool)] if len(pulls) else pulls
-        sizes = warm["descriptor_bytes"].dropna() if len(warm) else pd.Series(dtype=float)
-        place = "cuda" if params.decode_gpus else "host"
-        record_evidence(
-            run,
-            params.arms,
-            bench.logs,
-            descriptor_bytes=int(sizes.median()) if len(sizes) else 128 * 1024,
-            local=place,
-            remote=place,
-        )
+        with bench.evidence(params.arms, "cuda" if params.decode_gpus else "host"):
+            _starts(params, run, bench, model)
+
+
+def _starts(params: RelativeToNvlink, run: Run, bench: Bench, model: str) -> None:
+    checked: list[pd.DataFrame] = []
+    starts = [(s, arm) for s in range(params.starts) for arm in (params.arms if s % 2 == 0 else params.arms[::-1])]
+    for start, arm in progress(starts, "engine starts"):
+        router = Router() if params.hand_over == "router" else None
+        specs = pair(params, arm, model)
+        with bench.up(arm, specs, start=start, router=router, limit_s=params.start_limit_s) as engines:
+            if params.answer_prompts and start == 0:
+                asked = answers.prompts(params.answer_prompts, min(params.prompt_tokens), params.seed, 1000)
+                checked.append(answers.check(engines.cluster, asked).assign(arm=arm.label, start=start))
+                run.write("answers", pd.concat(checked, ignore_index=True))
+            for repetition in range(-1, params.repetitions):
+                for tokens in params.prompt_tokens:
+                    shape = {"prompt_tokens": tokens, "output_tokens": params.output_tokens}
+                    # The same prompts in every arm and start, other ones in every repetition.
+                    common = {**shape, "repetition": repetition, "warmup": repetition < 0}
+                    seed = params.seed + 1000 * (repetition + 1) + tokens
+                    count = 1 if repetition < 0 else params.serial_requests
+                    engines.phase(Load(count, concurrency=1, phase=f"one at a time {tokens}", seed=seed, **common))
+                    if params.concurrent_requests and repetition >= 0:
+                        load = Load(
+                            params.concurrent_requests,
+                            concurrency=params.concurrency,
+                            phase=f"{params.concurrency} at a time {tokens}",
+                            seed=seed + 500,
+                            **common,
+                        )
+                        engines.phase(load)

@@ -97,6 +97,8 @@ class Arms:
             "retransmits": sum(f.retransmits - old.retransmits for f, old in used),
             "cwnd": largest.cwnd,
             "rtt_ms": largest.rtt_ms,
+            # The sender's first number is the scale that the receiver announced.
+            "window_scale": int(largest.window_scale.split(",")[0] or 0),
         }
 
 
