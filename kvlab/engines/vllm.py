@@ -194,8 +194,9 @@ def environment(e: Engine, telemetry_dir: Path | None) -> dict[str, str]:
         env |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": env["VLLM_HOST_IP"],
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(e.side_channel_port),
-            # The tables with use counts come when the worker closes.
-            "UCX_PROTO_INFO": "used",
+            # The tables with use counts come when the worker closes.  With a GPU CUDA has closed by then (seen with
+            # vLLM 0.23) and nothing is printed: there they come at the first use, without counts.
+            "UCX_PROTO_INFO": "y" if e.gpu_set else "used",
             **(nixl.environment(telemetry_dir) if telemetry_dir else {}),
         }
     return {**env, **e.env}
