@@ -7,6 +7,7 @@ load are the same for all.  Where asked for, step times are measured at each chu
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -25,6 +26,9 @@ from kvlab.measures.common import progress
 from kvlab.measures.engines import Bench, Engines, engine, model_of
 from kvlab.params import ChunkFirst, EngineArm, TcpCrossover
 from kvlab.runs import Run, safe_name
+
+#: in an engine's /metrics: it has a running request
+_RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? [1-9]", re.MULTILINE)
 
 
 def check_chunks(params: ChunkFirst, model: str) -> None:
@@ -134,13 +138,15 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
             prompt = answers.prompts(1, tokens, params.seed + 100 * repetition + tokens, 1000)[0]
             body = {"model": target.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
             # Long enough to outlast the prompt's prefill: as many tokens as steps, and some before and after.
-            length = 24 + 2 * -(-tokens // max(1, chunk - 1))
+            length = 64 + 2 * -(-tokens // max(1, chunk - 1))
             name = {"phase": f"steps {tokens}", "repetition": repetition, "seed": params.seed}
             load = Load(1, 32, length, concurrency=1, warmup=True, **name)
             times: dict[str, float] = {}
 
             def send(body: dict[str, Any] = body, times: dict[str, float] = times) -> None:
-                time.sleep(0.3)
+                until = time.time() + 60
+                while not _RUNNING.search(target.metrics_text()) and time.time() < until:
+                    time.sleep(0.02)
                 times["sent"] = time.time() - began_s
                 handover.post(target.url + "/v1/completions", body)
                 times["done"] = time.time() - began_s
