@@ -125,7 +125,7 @@ def points(frame: pd.DataFrame, x: str, y: str, scale: float = 1) -> pd.DataFram
 
 
 def marks(frame: pd.DataFrame, names: Sequence[str], titles: tuple[str, str], *wanted: str) -> Any:
-    """Layer marks over :func:`points` on log scales: band, line, dash, whisker, point, label; ``model`` parts lines."""
+    """Layer marks (keys of ``made``) over :func:`points` on log scales; ``model`` parts the lines of an arm."""
     log, about = alt.Scale(type="log"), ("arm", "n", "descriptors", "bytes", "y", "low", "high", "verdict")
     base = alt.Chart(frame[[c for c in (*about, "x", "model", "extrapolated") if c in frame]]).encode(
         x=alt.X("x:Q", title=titles[0], scale=log, axis=_SIZES if "size" in titles[0] else _AXIS),
@@ -134,6 +134,7 @@ def marks(frame: pd.DataFrame, names: Sequence[str], titles: tuple[str, str], *w
         detail="model:N" if "model" in frame else alt.Detail(),
     )
     ends = base.encode(text="arm:N").properties(data=frame.loc[frame.groupby("arm")["x"].idxmin()])
+    place = {"align": "left", "dx": 4, "dy": 13, "fontWeight": "bold"}
     made = {
         "band": lambda: base.mark_area(opacity=0.25).encode(y="low:Q", y2="high:Q"),
         "line": lambda: base.mark_line(opacity=0.6),
@@ -142,7 +143,8 @@ def marks(frame: pd.DataFrame, names: Sequence[str], titles: tuple[str, str], *w
         "point": lambda: base.mark_point(filled=True, size=50, opacity=1).encode(
             tooltip=[c for c in about if c in frame]
         ),
-        "label": lambda: ends.mark_text(align="left", dx=4, dy=13, fontWeight="bold"),
+        "halo": lambda: ends.mark_text(**place, stroke="white", strokeWidth=4),
+        "label": lambda: ends.mark_text(**place),
     }
     return alt.layer(*(made[name]() for name in wanted))
 
@@ -175,7 +177,7 @@ def rate_chart(run: Run) -> charts.Shown:
     for pull, part in rows.groupby("pull", sort=False):
         own = limits[limits["bytes"] == part["bytes"].min()]
         lines = [m for r in own.itertuples() for m in rule(r.gb_per_s, f"{r.name} {r.gb_per_s:,.4g}", True)]
-        wanted = ("line", "whisker", "point", *([] if panels else ["label"]))
+        wanted = ("line", "whisker", "point", *([] if panels else ["halo", "label"]))
         titles = ("Descriptor size (log scale)", "Rate of a pull (GB/s, log scale)")
         drawn = marks(points(part, "descriptor_bytes", "rate{}_gb_s"), arms(run), titles, *wanted)
         width = charts.WIDTH if rows["pull"].nunique() == 1 else 270
@@ -235,7 +237,7 @@ def ratios(run: Run) -> pd.DataFrame:
 
 def variations_chart(run: Run) -> charts.Shown:
     """Draw the variations as ratios to the plain cell."""
-    frame = ratios(run).sort_values(["over", "descriptor_bytes"])
+    frame = ratios(run).sort_values(["arm", "over", "descriptor_bytes"], ascending=[False, True, True])
     frame["case"] = frame["over"] + ", " + frame["descriptor_bytes"].map(size_text)
     frame["text"] = [
         f"{r:.2g}x{'' if d else ' (not resolved)'}" for r, d in zip(frame["ratio"], frame["different"], strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from functools import cache
 from typing import Any
 
@@ -197,7 +198,7 @@ def claim(model: cost.Fit, met: pd.DataFrame) -> str:
 def conclude(pair: list[Run]) -> str:
     """Say in words what both runs and the published figures show; write summary.json."""
     said, met = [shape.verdict(run) for run in pair], break_evens()
-    whole = "\n".join([*(words for words, _ in said), claim(threaded(pair)[1], met)])
+    whole = "\n".join([*(words for words, _ in said), textwrap.fill(claim(threaded(pair)[1], met), 110)])
     numbers = {run.id: n for run, (_, n) in zip(pair, said, strict=True)}
     pair[0].conclude(whole, runs=numbers, published_break_evens=met.to_dict("records"))
     return whole
