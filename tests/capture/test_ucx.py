@@ -627,6 +627,7 @@ U = "[1.1] [h:1:0] x.c:1 UCX  "
         ("E1201 02:57:14.610787   1 nixl_agent.cpp:9] loadRemoteMD: failed NIXL_ERR_NOT_FOUND", "metadata-missing"),
         ("NIXL WARNING UCX CUDA support was not found!", "ucx-without-cuda"),
         ("(RayWorker pid=1) x [repeated 3x across cluster]", "ray-dropped-lines"),
+        (U + "ERROR cuDevicePrimaryCtxGetState(d, &f, &a) failed: unrecognized error code 4", "cuda-closed-before-ucx"),
         (U + "FATAL something new", "ucx-error"),
         (U + "DIAG tcp_ep: Connection reset by remote peer", ""),
         ("INFO all is well with NIXL", ""),
