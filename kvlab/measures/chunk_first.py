@@ -139,7 +139,7 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
             body = {"model": target.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
             # Long enough to outlast the prompt's prefill: as many tokens as steps, and some before and after.
             length = 64 + 2 * -(-tokens // max(1, chunk - 1))
-            name = {"phase": f"steps {tokens}", "repetition": repetition, "seed": params.seed}
+            name: dict[str, Any] = {"phase": f"steps {tokens}", "repetition": repetition, "seed": params.seed}
             load = Load(1, 32, length, concurrency=1, warmup=True, **name)
             times: dict[str, float] = {}
 

@@ -25,7 +25,7 @@ from kvlab.engines import launch
 from kvlab.engines.load import Generator, Load
 from kvlab.engines.vllm import Command, Engine, cpu_sets
 from kvlab.measures.chunk_first import step_times
-from kvlab.measures.common import progress, record_evidence
+from kvlab.measures.common import progress
 from kvlab.measures.engines import Bench, Engines, engine, model_of
 from kvlab.params import EngineArm, TcpCrossover
 from kvlab.placement.link import Link
@@ -143,37 +143,38 @@ def measure(params: TcpCrossover, run: Run) -> None:
     model, began = model_of(params), time.time()
     run.update(kv=kv_of(params, model))
     points, found = Points(params, run, params.rates_gbps), list[pd.DataFrame]()
+    memory = "cuda" if params.decode_gpus else "host"
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
-        for i in progress(list(np.random.default_rng(params.seed).permutation(len(params.chunk_tokens))), "replicas"):
-            chunk = params.chunk_tokens[i]
-            arm, specs = replica(params, model, chunk)
-            with bench.up(arm, specs, limit_s=params.start_limit_s) as engines:
-                found.append(step_times(engines, whole_chunks(params, chunk), chunk, began).assign(arm=arm.label))
-                run.write("steps", pd.concat(found, ignore_index=True))
-                points.replica(engines, "calibrate", params.calibrate_tokens, chunk)
-        if not params.one_p_one_d:
-            return
-        with Link(params.rates_gbps[0]) as link:
+        with bench.evidence([params.pd_arm], memory):
+            order = np.random.default_rng(params.seed).permutation(params.chunk_tokens)
+            for chunk in progress([int(c) for c in order], "replicas"):
+                arm, specs = replica(params, model, chunk)
+                with bench.up(arm, specs, limit_s=params.start_limit_s) as engines:
+                    found.append(step_times(engines, whole_chunks(params, chunk), chunk, began).assign(arm=arm.label))
+                    run.write("steps", pd.concat(found, ignore_index=True))
+                    points.replica(engines, "calibrate", params.calibrate_tokens, chunk)
+            if not params.one_p_one_d:
+                return
+            across(params, run, bench, points, model)
+            chunks = {int(n): c for n, c in run.manifest["prediction"]["chunks"].items()}
+            for chunk in progress(sorted({c for c in chunks.values() if c}), "tuned replicas"):
+                arm, specs = replica(params, model, chunk)
+                with bench.up(arm, specs, start=1, limit_s=params.start_limit_s) as engines:
+                    points.replica(engines, "check", [n for n, c in chunks.items() if c == chunk], chunk)
+
+
+def across(params: TcpCrossover, run: Run, bench: Bench, points: Points, model: str) -> None:
+    """Measure 1P1D over the link: the calibration, then, when the prediction is in the manifest, the check."""
+    with Link(params.rates_gbps[0]) as link:
+        places = dict(zip(("prefill", "decode"), link.places, strict=True))
+        with bench.up(params.pd_arm, pair(params, model), places=places, limit_s=params.start_limit_s) as engines:
+            if link.kind != "veth":
+                points.rates = [loopback_gbps(engines, max(params.calibrate_tokens))]
             run.update(link={"kind": link.kind, "reason": link.reason, "rates_gbps": points.rates})
-            places = dict(zip(("prefill", "decode"), link.places, strict=True))
-            with bench.up(params.pd_arm, pair(params, model), places=places, limit_s=params.start_limit_s) as engines:
-                if link.kind != "veth":
-                    points.rates = [loopback_gbps(engines, max(params.calibrate_tokens))]
-                    run.update(link={"kind": link.kind, "reason": link.reason, "rates_gbps": points.rates})
-                points.both(engines, "calibrate", params.calibrate_tokens, link)
-                # Fixed before any point of the check exists.
-                run.update(prediction={"fixed_s": time.time() - began, **predict(run, params, points.rates)})
-                points.both(engines, "check", params.check_tokens, link)
-        chunks = {int(n): c for n, c in run.manifest["prediction"]["chunks"].items()}
-        for chunk in sorted({c for c in chunks.values() if c}):
-            arm, specs = replica(params, model, chunk)
-            with bench.up(arm, specs, start=1, limit_s=params.start_limit_s) as engines:
-                points.replica(engines, "check", [n for n, c in chunks.items() if c == chunk], chunk)
-    place = "cuda" if params.decode_gpus else "host"
-    sizes = run.table("pulls")["descriptor_bytes"].dropna()
-    size = int(sizes.median()) if len(sizes) else 128 * 1024
-    record_evidence(run, [params.pd_arm], bench.logs, descriptor_bytes=size, local=place, remote=place)
+            points.both(engines, "calibrate", params.calibrate_tokens, link)
+            run.update(prediction={"fixed_s": time.time() - bench.began_s, **predict(run, params, points.rates)})
+            points.both(engines, "check", params.check_tokens, link)
 
 
 def whole_chunks(params: TcpCrossover, chunk: int) -> TcpCrossover:
