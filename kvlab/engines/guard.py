@@ -17,9 +17,11 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -58,24 +60,23 @@ def _shared_memory(pids: list[int]) -> set[str]:
     return files
 
 
-def kill_below(root: int) -> None:
-    """SIGKILL everything below ``root`` until nothing is left, then remove the shared memory that only it had."""
-    files: set[str] = set()
+def kill_below(root: int, files: set[str] | None = None) -> None:
+    """SIGKILL everything below ``root`` until nothing is left, then remove the shared memory that only it had.
+
+    ``files`` is shared memory that processes which are gone by now had open.
+    """
+    files = set(files or ())
     deadline = time.monotonic() + 10
     while (pids := descendants(root)) and time.monotonic() < deadline:
         files |= _shared_memory(pids)
         for pid in pids:
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-            except OSError:
-                continue
         time.sleep(0.02)
     others = _shared_memory([int(n) for n in os.listdir("/proc") if n.isdigit()]) if files else set()
     for path in files - others:
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(path)
-        except OSError:
-            continue
 
 
 def _reap() -> None:
@@ -95,20 +96,30 @@ def main(lifeline: int, grace_s: float, argv: list[str]) -> int:
     def own() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # if even the guard is killed
 
+    # Sockets and files that vLLM leaves in the temporary folder go with it.
+    scratch = tempfile.mkdtemp(prefix="kvlab-")
     try:
-        child = subprocess.Popen(argv, preexec_fn=own)
+        child = subprocess.Popen(argv, env={**os.environ, "TMPDIR": scratch}, preexec_fn=own)
+        ended = os.pidfd_open(child.pid)
+        ready = select.select([lifeline, asked_in, ended], [], [])[0]
+        files = _shared_memory(descendants(os.getpid()))
+        if lifeline not in ready:
+            if asked_in in ready:
+                child.terminate()
+                select.select([lifeline, ended], [], [], grace_s)
+            # A tracker that outlives the engine by a moment removes what the engine left.
+            deadline = time.monotonic() + 1
+            while child.poll() is not None and descendants(os.getpid()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        code = child.poll()
+        kill_below(os.getpid(), files)
+        code = child.wait() if code is None else code
+        _reap()
     except OSError as error:
         print(f"error: cannot start {argv[0]}: {error.strerror}", flush=True)
         return 127
-    ended = os.pidfd_open(child.pid)
-    ready = select.select([lifeline, asked_in, ended], [], [])[0]
-    if asked_in in ready and lifeline not in ready:
-        child.terminate()
-        select.select([lifeline, ended], [], [], grace_s)
-    code = child.poll()
-    kill_below(os.getpid())
-    if code is None:
-        code = child.wait()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

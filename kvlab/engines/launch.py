@@ -88,9 +88,7 @@ _ECHO = re.compile(
     r"|Engine core proc|EngineCore failed|EngineCore encountered|worker_busy_loop|WorkerProc hit|[Ss]hutting down"
 )
 _ERROR = re.compile(r"(^|[\s.])[A-Za-z]\w*(Error|Exception|Interrupt|Exit): |\berror: |\bERROR\b|\bFATAL\b|panicked at")
-_PREFIX = re.compile(
-    r"^(\((\w+) pid=\d+\) )?((ERROR|FATAL|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] )?|^.*?\bpython[\d.]*: error: "
-)
+_PREFIX = re.compile(r"^(\((\w+) pid=\d+\) )?((ERROR|FATAL|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] )?|^[\w.-]+: error: ")
 
 
 def last_error(log: Path) -> str:
@@ -101,7 +99,7 @@ def last_error(log: Path) -> str:
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 200_000))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+            lines = file.read(200_000).decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
     errors = [line for line in lines if _ERROR.search(line)]
@@ -227,6 +225,14 @@ def _start(command: Command, lifeline: int, grace_s: float) -> Running:
     return Running(command.name, command.role, command.url, command.log, command.telemetry_dir, command.model, process)
 
 
+def _blame(cluster: Cluster) -> None:
+    """Raise RunFailed if an engine's death is behind a failure; it may take seconds to end after its core did."""
+    deadline = time.monotonic() + 10
+    while not cluster.fates() and time.monotonic() < deadline and not all(healthy(one.url) for one in cluster.all):
+        time.sleep(0.1)
+    cluster.check()
+
+
 def _wait_ready(cluster: Cluster, todo: list[Running], began: float, deadline: float, limit_s: float) -> None:
     """Wait until each of ``todo`` is healthy and has completed a token; the first death ends it."""
     body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
@@ -237,7 +243,7 @@ def _wait_ready(cluster: Cluster, todo: list[Running], began: float, deadline: f
             try:
                 pd.post(one.url + "/v1/completions", {"model": one.model, **body}, left)
             except RunFailed as error:
-                cluster.check()
+                _blame(cluster)
                 said = last_error(one.log) if one.log else ""
                 raise RunFailed(
                     f"{one.name} is healthy and completes nothing: {error}" + (f"; it says: {said}" if said else "")
@@ -302,14 +308,6 @@ class _Watch(threading.Thread):
             except KeyboardInterrupt:
                 if not self._cluster.died:
                     raise
-
-
-def _blame(cluster: Cluster) -> None:
-    """Raise RunFailed if an engine's death is behind a failure; it may take seconds to end after its core did."""
-    deadline = time.monotonic() + 10
-    while not cluster.fates() and time.monotonic() < deadline and not all(healthy(one.url) for one in cluster.all):
-        time.sleep(0.1)
-    cluster.check()
 
 
 @contextlib.contextmanager
