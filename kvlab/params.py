@@ -327,9 +327,10 @@ class TcpTuning(PullParams):
     #: UCX_TCP_SNDBUF and UCX_TCP_RCVBUF; UCX's own leaves them to the kernel
     socket_buffers: Annotated[list[Text], BeforeValidator(_listed)] = ["8m"]
     rma_rails: Annotated[list[Count], BeforeValidator(_listed)] = [4]
-    #: NIXL splits a transfer over its threads from 1,024 descriptors up
-    descriptor_counts: Counts = [1023, 1024]
-    descriptor_bytes: Count = 64 << 10
+    #: arms with threads pull each of these, others the first only: NIXL hands its threads pieces of 1,024
+    descriptor_counts: Counts = [1023, 1024, 4096]
+    descriptor_bytes: Count = 128 << 10
+    repetitions: Count = 8
     pull_time_limit_s: Positive = 10
     warmup: Whole = 1
 

@@ -39,17 +39,17 @@ def parse(text: str) -> tuple[float | None, bool]:
     return (None if number == "none" else float(number)), number != text
 
 
-def cases(params: TcpTuning) -> list[Case]:
-    """Return one descriptor list for each count."""
-    size = params.descriptor_bytes
-    return [Case(f"{n} descriptors", ((n, size),), shape=params.shape) for n in params.descriptor_counts]
+def cases(params: TcpTuning, arm: Arm) -> list[Case]:
+    """Return one descriptor list for each count that ``arm`` pulls: the first alone when nothing splits it."""
+    counts = params.descriptor_counts if Options.of(params, arm).nixl_threads else params.descriptor_counts[:1]
+    return [Case(f"{n:,} descriptors", ((n, params.descriptor_bytes),), shape=params.shape) for n in counts]
 
 
 class Arms:
     """The pairs of all arms: started when needed, dropped when they fail."""
 
-    def __init__(self, params: TcpTuning, run: Run, link: Link, all_cases: list[Case]) -> None:
-        self.params, self.run, self.link, self.cases = params, run, link, all_cases
+    def __init__(self, params: TcpTuning, run: Run, link: Link) -> None:
+        self.params, self.run, self.link = params, run, link
         self.pairs: dict[str, Pair] = {}
         self.logs: dict[str, dict[str, Path]] = {}
         self._sent: dict[str, dict[tuple[str, str], Flow]] = {}
@@ -58,7 +58,7 @@ class Arms:
         """Return the arm's running pair, starting it when there is none; raises as Pair does."""
         if arm.label not in self.pairs:
             pair = Pair(
-                arm, Options.of(self.params, arm), self.cases, self.run.logs,
+                arm, Options.of(self.params, arm), cases(self.params, arm), self.run.logs,
                 slots=self.params.in_flight, places=self.link.places,
             )  # fmt: skip
             self.logs[arm.label] = pair.logs
@@ -104,15 +104,15 @@ class Arms:
 
 def measure(params: TcpTuning, run: Run) -> None:
     """Fill ``pulls``, ``cells``, ``limits``, ``transports`` and ``verdicts``."""
-    all_cases = cases(params)
-    largest = max(all_cases, key=lambda c: c.bytes)
-    check_memory(params.in_flight * largest.bytes, len(params.arms), params.memory)
+    pools = [params.in_flight * max(c.bytes for c in cases(params, arm)) for arm in params.arms]
+    check_memory(sum(pools) // len(pools), len(pools), params.memory)
+    plain_bytes = params.descriptor_counts[0] * params.descriptor_bytes
     pulls, cells, limits = Rows(run, "pulls"), Rows(run, "cells"), Rows(run, "limits")
     failures: Counter[tuple[str, str, str]] = Counter()
     rng = np.random.default_rng(params.seed)
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(Link())
-        arms = Arms(params, run, link, all_cases)
+        arms = Arms(params, run, link)
         stack.callback(arms.close)
         for rows in (pulls, cells, limits):
             stack.callback(rows.flush)
@@ -125,7 +125,7 @@ def measure(params: TcpTuning, run: Run) -> None:
                     link.set_rate(*parse(str(text)))
                 for number in rng.permutation(len(params.arms)):
                     arm = params.arms[number]
-                    for case in all_cases:
+                    for case in cases(params, arm):
                         cell = (arm.label, str(text), case.name)
                         if failures[cell] >= FAILURES:
                             continue
@@ -144,7 +144,7 @@ def measure(params: TcpTuning, run: Run) -> None:
                         found |= arms.congestion(arm, sum(r["bytes"] for r in got))
                         cells.add(_row(arm, case, at, "completed", k, v) for k, v in found.items() if repetition >= 0)
                 if params.limits and repetition >= 0:
-                    limits.add(_limits(arms, largest.bytes, {"link": str(text), "repetition": repetition}))
+                    limits.add(_limits(arms, plain_bytes, {"link": str(text), "repetition": repetition}))
         run.update(
             resolved={label: as_parameters(pair.options) for label, pair in arms.pairs.items()},
             logs={label: relative_logs(run, logs) for label, logs in arms.logs.items()},
@@ -177,7 +177,7 @@ def _short(error: str) -> str:
 
 
 def _limits(arms: Arms, size: int, at: dict[str, Any]) -> list[dict[str, Any]]:
-    """Time plain flows of the largest pull's size between an idle pair's processes."""
+    """Time plain flows of ``size`` bytes between an idle pair's processes."""
     rows: list[dict[str, Any]] = []
     for pair in list(arms.pairs.values())[:1]:
         for n in STREAMS:
