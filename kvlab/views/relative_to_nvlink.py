@@ -7,12 +7,15 @@ import great_tables as gt
 import pandas as pd
 
 from kvlab import charts, published, tables
+from kvlab.analysis import cost
 from kvlab.analysis import relative as analysis
 from kvlab.analysis.join import ttft_parts
 from kvlab.analysis.split import median_interval, warm
 from kvlab.runs import Run
 from kvlab.views import arms, baseline
 
+#: NIXL's split_batch_size: a pull of fewer descriptors is posted by one thread
+SPLIT = 1024
 #: published quantity -> ours
 PUBLISHED = {
     "kv_pull_time_relative": "KV pull, one at a time",
@@ -242,3 +245,87 @@ def conclude(run: Run, found: pd.DataFrame) -> str:
     verdict = f"{outcome}{'; '.join(said)}. By first token and throughput: {matters}. {answers_text(run)}."
     run.conclude(verdict, ratios=found.to_dict("records"))
     return verdict
+
+
+def block_sizes(engines: Run, agents: Run, agents_arm: str) -> pd.DataFrame:
+    """Return engine pulls by block size, beside what the cost model of two bare agents predicts for the same shapes.
+
+    :param engines: a run whose arms differ in block size only
+    :param agents: a descriptor-shape run on the same machine; the model is fitted to its arm ``agents_arm``
+    """
+    pulls = analysis.with_blocks(warm(engines.table("pulls")))
+    asked = analysis.with_blocks(warm(engines.table("requests")))
+    shapes = agents.table("pulls")
+    kept = (shapes["arm"] == agents_arm) & (shapes["in_flight"] == 1) & (shapes["poll_interval_us"] == 0)
+    kept &= shapes["descriptors"] >= SPLIT  # below, NIXL does not share a pull out among its threads
+    model = cost.fit(shapes[kept])
+    rows = []
+    for (arm, tokens), own in pulls.groupby(["arm", "prompt_tokens"], sort=False):
+        n, size = int(own["descriptors"].median()), int(own["bytes"].median())
+        guess = cost.predict(model, [n], [size]).iloc[0]
+        ttft = asked[(asked["arm"] == arm) & (asked["prompt_tokens"] == tokens)]["ttft_ms"]
+        pull, low, high = median_interval(own["xfer_us"] / 1e3)
+        rows.append(
+            {
+                "arm": arm,
+                "prompt_tokens": int(tokens),
+                "n": len(own),
+                "descriptors": n,
+                "kib": size / n / 1024,
+                "post_ms": own["post_us"].median() / 1e3,
+                "pull_ms": pull,
+                "low_ms": low,
+                "high_ms": high,
+                "predicted_ms": guess["xfer_us"] / 1e3,
+                "extrapolated": bool(guess["extrapolated"]),
+                "post_per_descriptor_us": (own["post_us"] / own["descriptors"]).median(),
+                "gb_per_s": size / (pull * 1e6),
+                "ttft_ms": ttft.median(),
+                "ttft_n": int(ttft.notna().sum()),
+            }
+        )
+    return pd.DataFrame(rows).sort_values(["prompt_tokens", "descriptors"], ascending=[True, False])
+
+
+def block_size_table(found: pd.DataFrame) -> gt.GT:
+    """Show the table of :func:`block_sizes`."""
+    frame = found.assign(
+        interval=[
+            f"{low:.3g} to {high:.3g}" if pd.notna(low) else "too few"
+            for low, high in zip(found["low_ms"], found["high_ms"], strict=True)
+        ],
+        marked=found["extrapolated"].map({True: "extrapolated", False: ""}),
+    )
+    names = {"arm": "Arm", "prompt_tokens": "Prompt (tokens)", "n": "Pulls", "descriptors": "Descriptors"}
+    names |= {"kib": "KiB each"}
+    times = {"post_ms": "Post (ms)", "post_per_descriptor_us": "µs a descriptor", "pull_ms": "Pull (ms)"}
+    rest = {"interval": "95 % interval (ms)", "predicted_ms": "Predicted (ms)", "marked": "", "gb_per_s": "GB/s"}
+    return tables.show(
+        frame,
+        "blocks",
+        title="The same KV in fewer, larger blocks: vLLM on one H200, one request at a time",
+        labels={**names, **times, **rest, "ttft_ms": "TTFT (ms)"},
+        decimals={
+            **dict.fromkeys(("prompt_tokens", "descriptors", "kib"), 0),
+            **dict.fromkeys(("post_ms", "pull_ms", "predicted_ms", "gb_per_s", "ttft_ms"), 1),
+            "post_per_descriptor_us": 2,
+        },
+        note="Predicted: the cost model fitted to two bare NIXL agents with four threads on the same machine "
+        "(descriptor-shape), which never saw these pulls. One start of the engines an arm.",
+    )
+
+
+def block_size_advice(found: pd.DataFrame) -> str:
+    """Say in one line what to set, and how far the prediction was off."""
+    said = []
+    for tokens, rows in found.groupby("prompt_tokens"):
+        first, last = rows.iloc[0], rows.iloc[-1]
+        said.append(
+            f"at {charts.lengths(tokens)} the pull went from {first['pull_ms']:.0f} to {last['pull_ms']:.0f} ms, the "
+            f"first token from {first['ttft_ms']:.0f} to {last['ttft_ms']:.0f} ms ({first['arm']} to {last['arm']})"
+        )
+    off = (found["pull_ms"] / found["predicted_ms"] - 1).abs().max()
+    return (
+        f"Set the largest --block-size that the attention backend takes: {'; '.join(said)}. "
+        f"The model of bare agents was off by at most {off:.0%}."
+    )
