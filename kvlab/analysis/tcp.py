@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 
 from kvlab.analysis import compare, split
-from kvlab.errors import BadInput
 
 HOLDS, DIRECTION, NOT, UNTESTED = "holds", "in direction only", "does not hold here", "not tested here"
 #: descriptors of one piece of a transfer that NIXL's UCX backend splits over its threads (split_batch_size)
@@ -51,10 +50,13 @@ def speedups(pulls: pd.DataFrame, baseline: str, by: tuple[str, ...] = ("link",)
     All cases of a link together unless ``by`` names the case.  Columns: ``arm``, ``by``, ``n``, ``speedup``,
     ``low``, ``high``, ``different``.
     """
+    names = ["arm", *by, "n", "speedup", "low", "high", "different"]
+    if baseline not in set(pulls["arm"]) or pulls["arm"].nunique() < 2:
+        return pd.DataFrame(columns=names)
     rows = compare.ratios(pulls, baseline=baseline, by=list(by))
     rows = rows.assign(speedup=1 / rows["ratio"], new_low=1 / rows["high"], new_high=1 / rows["low"])
     rows = rows.drop(columns=["low", "high"]).rename(columns={"new_low": "low", "new_high": "high"})
-    return rows[["arm", *by, "n", "speedup", "low", "high", "different"]]
+    return rows[names]
 
 
 def quantities(cells: pd.DataFrame) -> pd.DataFrame:
@@ -92,11 +94,7 @@ def _row(*values: object) -> dict[str, Any]:
 
 
 def _speedups(pulls: pd.DataFrame, baseline: str, arm: str) -> pd.DataFrame:
-    mine = pulls[pulls["arm"].isin([baseline, arm])]
-    try:
-        found = speedups(mine, baseline)
-    except BadInput:
-        return pd.DataFrame()
+    found = speedups(pulls[pulls["arm"].isin([baseline, arm])], baseline)
     return found[found["arm"] == arm]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, RunFailed
 from kvlab.measures.common import as_parameters, progress, record_evidence, relative_logs
 from kvlab.params import Arm, TcpTuning
 from kvlab.placement.link import Flow, Link
@@ -145,6 +145,8 @@ def measure(params: TcpTuning, run: Run) -> None:
                         cells.add(_row(arm, case, at, "completed", k, v) for k, v in found.items() if repetition >= 0)
                 if params.limits and repetition >= 0:
                     limits.add(_limits(arms, plain_bytes, {"link": str(text), "repetition": repetition}))
+        if not pulls.rows:
+            raise RunFailed(f"no pull of any arm completed; the first: {cells.rows[0]['note']}")
         run.update(
             resolved={label: as_parameters(pair.options) for label, pair in arms.pairs.items()},
             logs={label: relative_logs(run, logs) for label, logs in arms.logs.items()},

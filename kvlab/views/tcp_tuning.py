@@ -1,0 +1,204 @@
+"""Views of tcp-tuning: link, rates against a plain flow, connections, failures, published claims, verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import great_tables as gt
+import pandas as pd
+
+from kvlab import charts, published, tables
+from kvlab.analysis import tcp
+from kvlab.runs import Run
+from kvlab.views import arms
+
+_KERNEL = {
+    "ipv4/tcp_congestion_control": "congestion control",
+    "ipv4/tcp_rmem": "receive buffer (least, first, most)",
+    "ipv4/tcp_wmem": "send buffer (least, first, most)",
+    "core/rmem_max": "most that a program may ask for, receiving",
+    "core/wmem_max": "most that a program may ask for, sending",
+}
+
+
+def links(run: Run) -> list[str]:
+    """Return the links in the order of the parameters."""
+    return list(run.manifest["link"]["links"])
+
+
+def link_name(text: str) -> str:
+    """Write a link's parameter for people: ``4.97`` becomes ``4.97 Gbps for all connections``."""
+    if text.endswith(" per flow"):
+        return f"{text.removesuffix(' per flow')} Gbps for each connection"
+    return {"none": "no cap", "loopback": "loopback, no cap"}.get(text) or f"{text} Gbps for all connections"
+
+
+def ordered(frame: pd.DataFrame, run: Run) -> pd.DataFrame:
+    """Sort rows by link, then arm, as the parameters name them, then descriptors."""
+    link = {name: i for i, name in enumerate(links(run))}
+    rank = {label: i for i, label in enumerate(arms(run))}
+    keys = frame.assign(_link=frame["link"].map(link), _arm=frame["arm"].map(rank))
+    more = [c for c in ("descriptors", "case") if c in frame][:1]
+    return keys.sort_values(["_link", "_arm", *more], kind="stable").drop(columns=["_link", "_arm"])
+
+
+def about_link(run: Run) -> str:
+    """Say what the two processes had between them, and the kernel's TCP settings."""
+    link = run.manifest["link"]
+    if link["kind"] == "veth":
+        text = "two network namespaces with a veth pair; in turn: " + "; ".join(map(link_name, link["links"]))
+    else:
+        text = f"LOOPBACK, nothing shaped: {link['reason']}"
+    rows = [f"link     {text}", *(f"kernel   {_KERNEL.get(k, k)}: {v}" for k, v in link["settings"].items())]
+    return "\n".join(rows)
+
+
+def rates(run: Run) -> pd.DataFrame:
+    """Return :func:`kvlab.analysis.tcp.rates` of the run, in order."""
+    return ordered(tcp.rates(run.table("pulls"), run.table("limits")), run)
+
+
+def rates_table(rows: pd.DataFrame, run: Run) -> gt.GT:
+    """Show each arm's rate, its share of a plain flow, and how many times as fast as the first arm it is."""
+    first = run.table("pulls")["descriptors"].min()
+    alike = run.table("pulls").query("descriptors == @first")
+    gains = tcp.speedups(alike, arms(run)[0])
+    frame = rows.merge(gains.drop(columns="n").assign(descriptors=first), "left", ["arm", "link", "descriptors"])
+    frame["where"] = frame["link"].map(link_name)
+    frame["interval"] = [f"{a:.2f} to {b:.2f}" for a, b in zip(frame["gbps_low"], frame["gbps_high"], strict=True)]
+    frame["gain"] = [
+        None if pd.isna(s) else f"{s:.2f} ({a:.2f} to {b:.2f}){'' if d else ', not resolved'}"
+        for s, a, b, d in zip(frame["speedup"], frame["low"], frame["high"], frame["different"], strict=True)
+    ]
+    return tables.show(
+        frame,
+        "rates",
+        title="Rate of a pull over each link",
+        labels={
+            "where": "Link",
+            "arm": "Arm",
+            "descriptors": "Descriptors",
+            "n": "Pulls",
+            "gbps": "Rate (Gbps)",
+            "interval": "95 % interval",
+            "share": "Share of a plain flow",
+            "gain": "Times UCX default",
+        },
+        decimals={"descriptors": 0, "gbps": 2},
+        percent=("share",),
+        note="Medians. A plain flow is one TCP connection over the same link in the same run. Pulls of "
+        f"{first:,} descriptors are compared, round by round.",
+    )
+
+
+def rate_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
+    """Draw a panel a link: each arm's rate with its interval, and the plain flows of that link as lines."""
+    size = run.manifest["parameters"]["descriptor_bytes"]
+    caption = (
+        f"median pull and 95 % interval, {rows['n'].min()} warm pulls a point, descriptors of {size // 1024} KiB, "
+        f"links and arms in random order in every round; {run.id}; "
+        "machine possibly shared"
+    )
+    counts = rows.groupby("arm")["case"].nunique()
+    several = rows["arm"].map(counts) > 1
+    rows = rows.assign(setting=rows["arm"].where(~several, rows["arm"] + ", " + rows["case"]), arm=rows["case"])
+    rows["text"] = [f"{v:.3g}" for v in rows["gbps"]]
+    for name in ("gbps_low", "gbps_high"):
+        rows[name] = rows[name].fillna(rows["gbps"])
+    panels: list[Any] = []
+    for link in dict.fromkeys(rows["link"]):
+        mine = rows[rows["link"] == link]
+        one, four = mine[["one_gbps", "four_gbps"]].iloc[0]
+        plain = f"plain TCP: {one:.3g} Gbps over one connection, {four:.3g} over four (dashed)"
+        chart = charts.points_with_interval(
+            mine,
+            charts.title(link_name(link), run, plain if one == one else ""),
+            x="gbps",
+            low="gbps_low",
+            high="gbps_high",
+            x_title="Rate of one pull (Gbps)",
+            y="setting",
+            limits=pd.DataFrame({"name": "", "value": [one, four]}).dropna(),
+            text="text",
+        )
+        panels.append(chart.properties(height=20 * len(mine)))
+    heading = charts.title("What each setting gives on each link", run, caption)
+    return charts.show(alt.vconcat(*panels).properties(title=heading), "rates", run)
+
+
+def connections_table(run: Run) -> gt.GT:
+    """Show what the sender's connections did in a pull, from ``ss -ti``."""
+    frame = ordered(tcp.quantities(run.table("cells")), run).reset_index(drop=True)
+    frame["where"] = frame["link"].map(link_name)
+    return tables.show(
+        frame,
+        "connections",
+        title="The sender's connections during a pull",
+        labels={
+            "where": "Link",
+            "arm": "Arm",
+            "case": "Pull",
+            "connections": "Connections used",
+            "retransmits": "Retransmitted segments",
+            "cwnd": "Congestion window (segments)",
+            "window_scale": "Receiver's window scale",
+        },
+        decimals={"connections": 1, "retransmits": 0, "cwnd": 0, "window_scale": 0},
+        note="Medians over the pulls, read right after each; congestion window and scale of the busiest connection.",
+    )
+
+
+def failures(run: Run) -> gt.GT | str:
+    """Show the cells that hung or failed; says so when none did."""
+    cells = run.table("cells")
+    bad = cells[cells["outcome"] != "completed"]
+    if bad.empty:
+        done = cells[cells["quantity"] == "rate"]
+        return f"None of {len(done)} pulls hung or failed."
+    bad = ordered(bad, run).assign(where=lambda d: d["link"].map(link_name))
+    names = {"where": "Link", "arm": "Arm", "case": "Pull", "outcome": "Outcome", "repetition": "Round", "note": "Said"}
+    return tables.show(bad, "failures", title="Pulls that hung or failed", labels=names)
+
+
+def claims(run: Run) -> pd.DataFrame:
+    """Return the published claims with this run's answers."""
+
+    def figure(quantity: str) -> float:
+        return published.value("tcp_transfer", quantity=quantity)
+
+    base = run.manifest["parameters"]["base_segment"]
+    rows = tcp.claims(run.table("pulls"), run.table("cells"), run.table("limits"), figure, base)
+    order = {link: i for i, link in enumerate(["all", *links(run)])}
+    rank = {claim: i for i, claim in enumerate(dict.fromkeys(rows["claim"]))}
+    keys = rows.assign(_c=rows["claim"].map(rank), _l=rows["link"].map(order).fillna(-1))
+    return keys.sort_values(["_c", "_l"], kind="stable").drop(columns=["_c", "_l"]).reset_index(drop=True)
+
+
+def claims_table(rows: pd.DataFrame) -> gt.GT:
+    """Show the claims point by point."""
+    frame = rows.assign(where=[link_name(x) if x not in ("", "all") else x for x in rows["link"]])
+    frame["claim"] = frame["claim"].mask(frame["claim"].duplicated(), "")
+    names = {"claim": "Claim", "published": "Published", "where": "Link", "here": "Here", "answer": "Answer"}
+    return tables.show(frame, "claims", title="The published claims, held against this run", labels=names)
+
+
+def conclude(run: Run, rows: pd.DataFrame, found: pd.DataFrame) -> str:
+    """Say in words what holds where; write summary.json."""
+    parts = []
+    for claim, g in found.groupby("claim", sort=False):
+        by_answer = g.groupby("answer", sort=False)["link"].agg(
+            lambda s: ", ".join(link_name(x) for x in s if x not in ("", "all"))
+        )
+        parts.append(f"{claim}: " + "; ".join(f"{a}{f' ({where})' if where else ''}" for a, where in by_answer.items()))
+    best = rows.loc[rows.groupby("link", sort=False)["gbps"].idxmax()]
+    for r in best.to_dict("records"):
+        parts.append(
+            f"fastest over {link_name(r['link'])}: {r['arm']}, {r['gbps']:.2f} Gbps, {r['share']:.0%} of a plain flow"
+        )
+    bad = int((run.table("cells")["outcome"] != "completed").sum())
+    parts.append(f"{bad} pulls hung or failed" if bad else "no pull hung or failed")
+    where = "" if run.manifest["link"]["kind"] == "veth" else "over loopback, with no link to shape, "
+    verdict = f"On this machine {where}" + ". ".join(parts) + "."
+    run.conclude(verdict, rates=rows.to_dict("records"), claims=found.to_dict("records"))
+    return verdict
