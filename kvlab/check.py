@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -250,7 +251,7 @@ _SEEN = "seen: NIXL 1.4.1, UCX 1.22"
 #: id, of, weight, test, what, remedy, source; owner/name#N is an issue or pull request on GitHub
 # fmt: off
 _RULES: list[tuple[str, str, str, Test, str, str, str]] = [
-    ("nixl-missing", "machine", "trap", lambda f: None if f["nixl"] else "no wheel here that fits torch (nixl_cu12 or nixl_cu13)",
+    ("nixl-missing", "machine", "trap", lambda f: None if f["nixl"] else "no wheel here that fits torch's CUDA",
      "NIXL is not installed: nothing can be measured", "pip install 'kvlab[cpu]' or 'kvlab[gpu]'", "README"),
     ("ucx-does-not-start", "machine", "blocks",
      lambda f: f["ucx"] and (f["ucx"]["error"] or (None if f["ucx"]["version"] else "it said nothing")),
@@ -418,14 +419,14 @@ def gpus_of(params: Experiment) -> tuple[int, int] | None:
 
 
 def descriptor_bytes(params: Experiment) -> int:
-    """Return the size of the experiment's most frequent descriptor, 128 KiB where it has none of its own."""
+    """Return the size of the experiment's most frequent descriptor, 128 KiB where only its engines decide."""
     from kvlab.experiments import get, name_of
 
-    try:
-        cases = importlib.import_module(f"kvlab.measures.{get(name_of(params)).key}").cases(params)
-        return int(cases[0].descriptor_bytes)
-    except (ImportError, AttributeError, StopIteration, IndexError):
+    cases = getattr(importlib.import_module(f"kvlab.measures.{get(name_of(params)).key}"), "cases", None)
+    if cases is None:
         return 131072
+    more = [params.arms[0]] if len(inspect.signature(cases).parameters) > 1 else []  # type: ignore[attr-defined]
+    return int(cases(params, *more)[0].descriptor_bytes)
 
 
 def document(facts: Facts, views: Iterable[View], findings: Iterable[Finding]) -> dict[str, Any]:

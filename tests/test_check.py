@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from machines import PORT, container, cpu, nvlink, one_gpu, roce
 
 from kvlab import check, params
+from kvlab.paths import shared_dir
 from kvlab.predict import allowed, predict
 
 GET = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
@@ -219,6 +221,17 @@ def test_arms_of_engines() -> None:
     assert seen.env["UCX_TCP_TX_SEG_SIZE"] == "64k"
     [seen] = check.arms(params.RelativeToNvlink.model_validate({"arms": [{"label": "a"}]}), cpu(), live=False)
     assert (seen.memory, seen.size) == ("DRAM", 131072)
+
+
+SHIPPED = sorted(p for p in shared_dir("params").glob("*/*.yaml") if "arms:" in p.read_text())
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_shipped_parameter_files_can_be_checked(path: Path) -> None:
+    chosen = params.validate(path.parent.name, params.read_file(path))
+    views = check.arms(chosen, nvlink(), live=False)
+    assert [v.label for v in views] == [a.label for a in chosen.arms]  # type: ignore[attr-defined]
+    assert all(v.size >= 8 and v.prediction and v.prediction.transports for v in views)
 
 
 def test_visible_gpus_limit_the_arm() -> None:
