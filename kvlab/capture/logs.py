@@ -31,7 +31,7 @@ LINE_MAX = 1 << 13
 MARKS = {
     b"+--": 0, b"UCX": 0, b"cfg": 0, b"NIXL": 0, b"nixl": 0, b"KV ": 0, b"ZMQ": 0, b"messages transport": 11,
     b"zero-copy": 3, b"get zcopy": 3, b"ALLOC_CONF": 4, b"across cluster": 0, b"kv_buffer_device": 0,
-    b"failed to start": 3, b"NixlPush": 4, b"expandable_seg": 1, b"zmq.error": 0, b"/dev/shm": 5, b"Heterogeneous TP": 0, b"Event: ": 3, b"Value: ": 3, b"/sys/class/": 0, b"_bytes": 3, b"PortXmit": 3, b"PortRcv": 3, b"port_xmit_": 5, b"port_rcv_": 5, b"counters: Lid": 10, b"ethtool -": 3,
+    b"failed to start": 3, b"NixlPush": 4, b"expandable_seg": 1, b"zmq.error": 0, b"/dev/shm": 5, b"Heterogeneous TP": 0, b"Event: ": 3, b"Value: ": 3, b"/sys/class/": 0, b"_bytes": 3, b"PortXmit": 3, b"PortRcv": 3, b"port_xmit_": 4, b"port_rcv_": 6, b"counters: Lid": 10, b"ethtool -": 2,
 }  # fmt: skip
 ESCAPES = re.compile(r"(?:\x1b|\\x1b|\\033|\\e|\\u001b|␛|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m(?![\w.])|\x00")
 

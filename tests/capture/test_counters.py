@@ -222,8 +222,8 @@ def test_a_tcp_pull_is_explained_by_lo_and_a_cma_pull_is_not(tmp_path):
     pulls = run.table("pulls").groupby("arm")["bytes"].sum()
     assert lo["pulled_bytes"].to_dict() == pulls.to_dict() and (pulls > 1e8).all()
     # The plain socket that is measured as a limit runs over lo too, outside the arms' turns.
-    assert 1.0 <= lo["share"]["TCP"] < 1.1
-    assert 0 <= lo["share"]["shared memory"] < 0.01
+    assert 1.0 <= lo["share"]["TCP"] < 1.2
+    assert 0 <= lo["share"]["shared memory"] < 0.1
     assert sentence(shares, "shared memory").startswith("shared memory: no device counted the bytes")
     table = views.counters_table(run).as_raw_html()
     assert "Share explained" in table and f"{lo['share']['TCP']:.1%}" in table
