@@ -137,7 +137,17 @@ def measure(params: TcpTuning, run: Run) -> None:
                         except KvlabError as error:
                             failures[cell] += 1
                             arms.drop(arm)
-                            cells.add([_row(arm, case, at, outcome(str(error)), note=_short(str(error)))])
+                            cells.add(
+                                [
+                                    _row(
+                                        arm,
+                                        case,
+                                        at,
+                                        outcome(str(error)),
+                                        note=re.sub(r" \(log: .*?\)", "", str(error))[:300],
+                                    )
+                                ]
+                            )
                             continue
                         pulls.add({**r, **at, "start_s": start, "warmup": repetition < 0} for r in got)
                         found = {"rate": sum(r["bytes"] for r in got) * 8e-3 / max(r["xfer_us"] for r in got)}
@@ -172,10 +182,6 @@ def _row(
 def outcome(error: str) -> str:
     """Return ``timeout`` when the message says that a limit passed, ``failed`` otherwise."""
     return "timeout" if re.search(r"\bwithin [\d.e+]+ s\b", error) else "failed"
-
-
-def _short(error: str) -> str:
-    return re.sub(r" \(log: .*?\)", "", error)[:300]
 
 
 def _limits(arms: Arms, size: int, at: dict[str, Any]) -> list[dict[str, Any]]:

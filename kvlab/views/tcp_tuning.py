@@ -46,9 +46,8 @@ def ordered(frame: pd.DataFrame, run: Run) -> pd.DataFrame:
 def about_link(run: Run) -> str:
     """Say what the two processes had between them, and the kernel's TCP settings."""
     link = run.manifest["link"]
-    if link["kind"] == "veth":
-        text = "two network namespaces with a veth pair; in turn: " + "; ".join(map(link_name, link["links"]))
-    else:
+    text = "two network namespaces with a veth pair; in turn: " + "; ".join(map(link_name, link["links"]))
+    if link["kind"] != "veth":
         text = f"LOOPBACK, nothing shaped: {link['reason']}"
     rows = [f"link     {text}", *(f"kernel   {_KERNEL.get(k, k)}: {v}" for k, v in link["settings"].items())]
     return "\n".join(rows)
@@ -96,13 +95,15 @@ def rate_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw a panel a link: each arm's rate with its interval, and the plain flows of that link as lines."""
     size = run.manifest["parameters"]["descriptor_bytes"]
     caption = (
-        f"median pull and 95 % interval, {rows['n'].min()} warm pulls a point, descriptors of {size // 1024} KiB, "
+        f"{rows['n'].min()} warm pulls a point, descriptors of {size // 1024} KiB, "
         f"links and arms in random order in every round; {run.id}; "
         "machine possibly shared"
     )
     counts = rows.groupby("arm")["case"].nunique()
     several = rows["arm"].map(counts) > 1
-    rows = rows.assign(setting=rows["arm"].where(~several, rows["arm"] + ", " + rows["case"]), arm=rows["case"])
+    rows = rows.assign(
+        setting=rows["arm"].where(~several, rows["arm"] + ", " + rows["case"]), arm="median pull, 95 % interval"
+    )
     rows["text"] = [f"{v:.3g}" for v in rows["gbps"]]
     for name in ("gbps_low", "gbps_high"):
         rows[name] = rows[name].fillna(rows["gbps"])
