@@ -31,7 +31,8 @@ from kvlab.errors import BadInput
 
 Array = NDArray[np.float64]
 SHAPE, TIMES = ["descriptors", "bytes"], ["post_us", "xfer_us"]
-DRAWS = 200
+#: resamples of blocks; draws from a covariance
+DRAWS, NORMAL_DRAWS = 200, 2000
 #: more shapes than this are binned, eight bins an octave of count and of bytes
 MOST_SHAPES = 500
 #: largest over smallest from which a base can be told from a slope
@@ -72,16 +73,17 @@ def fit(pulls: pd.DataFrame, *, block: str = "repetition", seed: int = 1) -> Fit
     if (blocks := known["block"].nunique()) < FEWEST:
         return _made(str(names[0]), theta, draws, cells, "covariance over shapes")
     tables = known.groupby(["shape", "block"])[TIMES].median().unstack("block")
-    for i, picked in enumerate(rng.integers(0, blocks, (DRAWS, blocks))):
-        drawn = cells.assign(**{c: pd.DataFrame(tables[c]).take(picked, axis=1).median(axis=1) for c in TIMES})
-        draws[i] = _solve(drawn.dropna())[0]
-    return _made(str(names[0]), theta, draws, cells, f"{blocks} blocks")
+    picks = (
+        cells.assign(**{c: pd.DataFrame(tables[c]).take(at, axis=1).median(axis=1) for c in TIMES})
+        for at in rng.integers(0, blocks, (DRAWS, blocks))
+    )
+    return _made(str(names[0]), theta, np.array([_solve(x.dropna())[0] for x in picks]), cells, f"{blocks} blocks")
 
 
 def _solve(cells: pd.DataFrame, rng: np.random.Generator | None = None) -> tuple[Array, Array]:
     """Return theta and, with ``rng``, draws from the covariance over shapes (Student's t, cut at 0)."""
     n, size, post, xfer = (cells[c].to_numpy(float) for c in (*SHAPE, *TIMES))
-    x, theta, draws = np.column_stack([np.ones(len(n)), n, size]), np.zeros(6), np.zeros((DRAWS, 6))
+    x, theta, draws = np.column_stack([np.ones(len(n)), n, size]), np.zeros(6), np.zeros((NORMAL_DRAWS, 6))
     counts, sizes, lengths = (float(v.max() / v.min()) for v in (n, size, size / n))
     p, s = post_by_size(cells)
     copies = bool(np.median(post / xfer) >= SYNCHRONOUS_SHARE and np.median(s * size - p * n) > 0)
@@ -97,15 +99,17 @@ def _solve(cells: pd.DataFrame, rng: np.random.Generator | None = None) -> tuple
         start = np.maximum(optimize.nnls(unit[shows], np.ones(shows.sum()))[0], 1e-6)
         model = optimize.least_squares(_log_ratio, start, bounds=(0, np.inf), args=(unit, least))
         z = np.where(model.x > 1e-5, model.x, 0)
-        where, used, spare = at + np.array(columns), z > 0, len(n) - len(columns)
-        theta[where], inner = z / scale, model.jac[:, used]
-        if rng is None or spare < 1 or np.linalg.matrix_rank(inner) < used.sum():
+        where = at + np.array(columns)
+        theta[where] = z / scale
+        # A shape that the floor decides says nothing about the wire, so it is no degree of freedom.
+        spare = int(model.jac.any(axis=1).sum()) - len(columns)
+        if rng is None or spare < 1 or np.linalg.matrix_rank(model.jac) < len(columns):
             draws[:, where] = np.nan
             continue
-        covariance = 2 * model.cost / spare * np.linalg.inv(inner.T @ inner)
-        moved = rng.multivariate_normal(np.zeros(used.sum()), covariance, DRAWS)
-        moved *= np.sqrt(spare / rng.chisquare(spare, (DRAWS, 1)))
-        draws[:, where[used]] = np.maximum(z[used] + moved, 0) / scale[used]
+        covariance = 2 * model.cost / spare * np.linalg.inv(model.jac.T @ model.jac)
+        moved = rng.multivariate_normal(0 * z, covariance, NORMAL_DRAWS)
+        moved *= np.sqrt(spare / rng.chisquare(spare, (NORMAL_DRAWS, 1)))
+        draws[:, where] = np.maximum(z + moved, 0) / scale
     return theta, draws
 
 
@@ -170,19 +174,22 @@ def break_even(fit_a: Fit, fit_b: Fit, bytes: float) -> pd.DataFrame:
     ``more`` (the faster arm with fewer and with more descriptors), ``crossing_share`` (of the draws that cross at
     all; below 95 percent no interval), ``extrapolated``.  Without a crossing one row, its numbers missing.
     """
-    found = _crossings(np.vstack([fit_a.theta, fit_a.draws]), np.vstack([fit_b.theta, fit_b.draws]), bytes)
+    k = min(len(fit_a.draws), len(fit_b.draws))
+    a, b = (np.vstack([f.theta, f.draws[:k]]) for f in (fit_a, fit_b))
+    found = _crossings(a, b, bytes)
     points, drawn, rows = np.unique(found[0][~np.isnan(found[0])]), found[1:], []
     for n in points if len(points) else [np.nan]:
-        a, b = (predict(f, np.nan_to_num([n / 1.001, n, n * 1.001], nan=1), bytes) for f in (fit_a, fit_b))
-        faster = np.where(a["xfer_us"] < b["xfer_us"], fit_a.arm, fit_b.arm)
+        left, right = (predict(f, np.nan_to_num([n / 1.001, n, n * 1.001], nan=1), bytes) for f in (fit_a, fit_b))
+        faster = np.where(left["xfer_us"] < right["xfer_us"], fit_a.arm, fit_b.arm)
         gaps = np.where(np.isnan(drawn), np.inf, np.abs(np.log(drawn / n)))
         nearest = np.take_along_axis(drawn, gaps.argmin(axis=1)[:, None], 1)
         share = float(np.mean(~np.isnan(nearest)))
         low, high = _ends(nearest[~np.isnan(nearest)]) if share >= CONFIDENCE else (np.nan, np.nan)
         row = {"bytes": bytes, "descriptors": n, "descriptors_low": low, "descriptors_high": high}
         row |= {f"descriptor_bytes{e}": bytes / v for e, v in (("", n), ("_low", high), ("_high", low))}
-        row |= {"xfer_us": a["xfer_us"][1] if n == n else n, "fewer": faster[0], "more": faster[2]}
-        rows.append(row | {"crossing_share": share, "extrapolated": bool(a["extrapolated"][1] or b["extrapolated"][1])})
+        row |= {"xfer_us": left["xfer_us"][1] if n == n else n, "fewer": faster[0], "more": faster[2]}
+        outside = bool(left["extrapolated"][1] or right["extrapolated"][1])
+        rows.append(row | {"crossing_share": share, "extrapolated": outside})
     return pd.DataFrame(rows)
 
 
