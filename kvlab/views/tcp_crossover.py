@@ -269,7 +269,7 @@ def check_chart(found: pd.DataFrame, run: Run) -> charts.Shown:
         parts.append(part.assign(arm=arm, case=case, text=text))
     caption = f"below 1: 1P1D answers sooner; bars: 95 %; replicas with the chunk of the gap limit; {run.id}"
     chart = charts.points_with_interval(
-        pd.concat(parts), charts.title("Predicted from short inputs, then measured", run, caption), reference=1.0,
+        pd.concat(parts), charts.title("Predicted from short inputs, then measured", run, caption), reference=1.0, log=True,
         x="ratio", low="low", high="high", x_title="TTFT of 1P1D / TTFT of replicas", text="text",
     )  # fmt: skip
     return charts.show(chart, "check", run)
@@ -363,11 +363,11 @@ def conclude(run: Run, models: list[steps.Model], found: pd.DataFrame) -> str:
     edges, (_, limits) = crossovers(run, models), protocol(run)
     said = []
     for edge in edges:
-        ends = [f"{edge[k]:,}" if edge[k] else "never" for k in ("lower", "low", "high")]
-        start = f"from {ends[0]} tokens" if edge["lower"] else "nowhere"
-        said.append(
-            f"{start} at {edge['gbps']:g} Gbps (95 % {ends[1]} to {ends[2]}; in {edge['never']:.0%} of draws never)"
-        )
+        low, high = (f"{edge[k]:,}" if edge[k] else "never" for k in ("low", "high"))
+        start = f"from {edge['lower']:,} tokens" if edge["lower"] else f"nowhere up to {limits['most']:,} tokens"
+        sure = f"95 % {low} to {high}; in {edge['never']:.0%} of draws never" if edge["lower"] else ""
+        sure = sure or f"in {1 - edge['never']:.0%} of draws somewhere"
+        said.append(f"{start} at {edge['gbps']:g} Gbps ({sure})")
     verdict = (
         f"On this machine runs at short inputs predict, at a gap limit of {limits['gap_ms']:g} ms, that 1P1D pays "
     )
@@ -375,6 +375,6 @@ def conclude(run: Run, models: list[steps.Model], found: pd.DataFrame) -> str:
     if len(found):
         counts = found["outcome"].value_counts()
         words = ", ".join(f"{counts.get(k, 0)} {k}" for k in ("hit", "miss", "unresolved"))
-        verdict += f"; measured at {len(found)} points on both sides: {words}"
+        verdict += f"; measured afterwards at {len(found)} points: {words}"
     run.conclude(verdict + ".", crossover=edges, check=found.to_dict("records"))
     return verdict + "."

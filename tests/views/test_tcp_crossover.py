@@ -117,7 +117,7 @@ def test_a_measured_run(run):
     for shown in (view.check_chart(found, run), view.steps_chart(run)):
         assert "<svg" in shown._repr_mimebundle_()["image/svg+xml"]
     said = view.conclude(run, models, found)
-    assert "measured at 4 points on both sides: 4 hit, 0 miss, 0 unresolved" in said
+    assert "measured afterwards at 4 points: 4 hit, 0 miss, 0 unresolved" in said
     edges = json.loads((run.path / "summary.json").read_text())["crossover"]
     # At 1 Gbps a token costs 0.32 ms of link and saves 8 ms / chunk, at 65,536 tokens (chunk 32) still only 0.25 ms.
     assert [e["gbps"] for e in edges] == [1, 4] and edges[0]["lower"] is None
