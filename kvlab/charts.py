@@ -78,6 +78,11 @@ def lengths(tokens: float) -> str:
     return f"{tokens / 1024:g}k" if tokens % 1024 == 0 and tokens else f"{tokens:g}"
 
 
+def short(value: float) -> str:
+    """Write a number to three digits without an exponent: 0.123, 12.3, 1,230."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def arm_colour(arms: Sequence[str]) -> alt.Color:
     """Give each arm its colour, in the run's order."""
     return alt.Color("arm:N", title="", scale=alt.Scale(domain=list(arms), range=PALETTE[: len(arms)]), sort=list(arms))
@@ -93,7 +98,7 @@ def stacked_split(summary: pd.DataFrame, heading: alt.TitleParams) -> alt.TopLev
         low_ms=summary["xfer_low_us"] / 1e3,
         high_ms=summary["xfer_high_us"].fillna(summary["xfer_us"]) / 1e3,
         text=[
-            f"{x / 1e3:.3g} ms, post {share:.0%}"
+            f"{short(x / 1e3)} ms, post {share:.0%}"
             for x, share in zip(summary["xfer_us"], summary["post_share"], strict=True)
         ],
     )

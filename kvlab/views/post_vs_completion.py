@@ -76,6 +76,8 @@ def rate_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     frame = _cases(summary, run)
     frame["text"] = frame["rate_gb_s"].map(lambda v: f"{v:.2g} GB/s")
     limits = run.table("limits")
+    every = [*frame["rate_gb_s"], *limits["gb_per_s"]]
+    wide = max(every) > 30 * min(every)
     lines = limits.groupby("name", as_index=False)["gb_per_s"].median().rename(columns={"gb_per_s": "value"})
     lines["name"] = lines.apply(lambda r: f"{r['name']} {r['value']:.1f}", axis=1)
     chart = charts.points_with_interval(
@@ -84,7 +86,8 @@ def rate_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
         x="rate_gb_s",
         low="rate_low_gb_s",
         high="rate_high_gb_s",
-        x_title="Rate of one pull (GB/s)",
+        x_title="Rate of one pull (GB/s, log scale)" if wide else "Rate of one pull (GB/s)",
+        log=wide,
         limits=lines,
         text="text",
     )
