@@ -29,6 +29,7 @@ from kvlab.runs import Run
 FAILURES = 2
 #: connections of the plain flow: one, and as many as NIXL's split makes at most
 STREAMS = (1, 4)
+UNITS = {"rate": "Gbps", "cwnd": "segments", "rtt_ms": "ms"}
 #: what of the kernel decides how a TCP flow behaves
 SETTINGS = ("ipv4/tcp_congestion_control", "ipv4/tcp_rmem", "ipv4/tcp_wmem", "core/rmem_max", "core/wmem_max")
 
@@ -119,42 +120,18 @@ def measure(params: TcpTuning, run: Run) -> None:
         # Loopback has one condition only, and says so.
         links = params.links if link.kind == "veth" else ["loopback"]
         run.update(link={"kind": link.kind, "reason": link.reason, "links": links, "settings": settings()})
-        for repetition in progress(range(-params.warmup, params.repetitions), "rounds"):
-            for text in rng.permutation(links):
-                if link.kind == "veth":
-                    link.set_rate(*parse(str(text)))
-                for number in rng.permutation(len(params.arms)):
-                    arm = params.arms[number]
-                    for case in cases(params, arm):
-                        cell = (arm.label, str(text), case.name)
-                        if failures[cell] >= FAILURES:
-                            continue
-                        at = {"link": str(text), "repetition": repetition}
-                        start = run.elapsed_s()
-                        try:
-                            # The first round is checked byte by byte; checking heats the caches, so it is warm-up.
-                            got = arms.get(arm).pull(case, verify=repetition == -params.warmup)
-                        except KvlabError as error:
-                            failures[cell] += 1
-                            arms.drop(arm)
-                            cells.add(
-                                [
-                                    _row(
-                                        arm,
-                                        case,
-                                        at,
-                                        outcome(str(error)),
-                                        note=re.sub(r" \(log: .*?\)", "", str(error))[:300],
-                                    )
-                                ]
-                            )
-                            continue
-                        pulls.add({**r, **at, "start_s": start, "warmup": repetition < 0} for r in got)
-                        found = {"rate": sum(r["bytes"] for r in got) * 8e-3 / max(r["xfer_us"] for r in got)}
-                        found |= arms.congestion(arm, sum(r["bytes"] for r in got))
-                        cells.add(_row(arm, case, at, "completed", k, v) for k, v in found.items() if repetition >= 0)
-                if params.limits and repetition >= 0:
-                    limits.add(_limits(arms, plain_bytes, {"link": str(text), "repetition": repetition}))
+        turns = [(r, str(text)) for r in range(-params.warmup, params.repetitions) for text in rng.permutation(links)]
+        for repetition, text in progress(turns, "links"):
+            if link.kind == "veth":
+                link.set_rate(*parse(text))
+            at = {"link": text, "repetition": repetition, "warmup": repetition < 0}
+            for arm in (params.arms[n] for n in rng.permutation(len(params.arms))):
+                for case in cases(params, arm):
+                    if failures[cell := (arm.label, text, case.name)] < FAILURES:
+                        failures[cell] += not _pull(arms, arm, case, at, pulls, cells)
+            # A pair that dies under the plain flow is found out, and replaced, at its next pull.
+            with contextlib.suppress(KvlabError):
+                limits.add(_limits(arms, plain_bytes, text, repetition))
         if not pulls.rows:
             raise RunFailed(f"no pull of any arm completed; the first: {cells.rows[0]['note']}")
         run.update(
@@ -165,18 +142,27 @@ def measure(params: TcpTuning, run: Run) -> None:
     record_evidence(run, kept, arms.logs, descriptor_bytes=params.descriptor_bytes, local="host", remote="host")
 
 
-def _row(
-    arm: Arm,
-    case: Case,
-    at: dict[str, Any],
-    end: str,
-    quantity: str = "rate",
-    value: float | None = None,
-    note: str = "",
-) -> dict[str, Any]:
-    unit = {"rate": "Gbps", "cwnd": "segments", "rtt_ms": "ms"}.get(quantity, "")
-    row = {"arm": arm.label, "case": case.name, "outcome": end, "quantity": quantity, "value": value}
-    return {**row, **at, "unit": unit, "note": note}
+def _pull(arms: Arms, arm: Arm, case: Case, at: dict[str, Any], pulls: Rows, cells: Rows) -> bool:
+    """Pull once and keep what was seen; a failure is kept too, ends the arm's agents, and returns False."""
+    row = {"arm": arm.label, "case": case.name, "link": at["link"], "repetition": at["repetition"]}
+    start = arms.run.elapsed_s()
+    try:
+        # The first round is checked byte by byte; checking heats the caches, so it is warm-up.
+        got = arms.get(arm).pull(case, verify=at["repetition"] == -arms.params.warmup)
+    except KvlabError as error:
+        arms.drop(arm)
+        note = re.sub(r" \(log: .*?\)", "", str(error))[:300]
+        cells.add([{**row, "outcome": outcome(note), "quantity": "rate", "note": note}])
+        return False
+    pulls.add({**r, **at, "start_s": start} for r in got)
+    moved = sum(r["bytes"] for r in got)
+    found = {"rate": moved * 8e-3 / max(r["xfer_us"] for r in got), **arms.congestion(arm, moved)}
+    if not at["warmup"]:
+        cells.add(
+            {**row, "outcome": "completed", "quantity": k, "value": v, "unit": UNITS.get(k, "")}
+            for k, v in found.items()
+        )
+    return True
 
 
 def outcome(error: str) -> str:
@@ -184,14 +170,14 @@ def outcome(error: str) -> str:
     return "timeout" if re.search(r"\bwithin [\d.e+]+ s\b", error) else "failed"
 
 
-def _limits(arms: Arms, size: int, at: dict[str, Any]) -> list[dict[str, Any]]:
+def _limits(arms: Arms, size: int, link: str, repetition: int) -> list[dict[str, Any]]:
     """Time plain flows of ``size`` bytes between an idle pair's processes."""
     rows: list[dict[str, Any]] = []
-    for pair in list(arms.pairs.values())[:1]:
-        for n in STREAMS:
-            seconds = pair.socket_limit(size, n)
-            row = {"name": f"plain TCP, {n} connection{'s' if n > 1 else ''}", "kind": "socket", "bytes": size}
-            rows.append({**row, "seconds": seconds, "gb_per_s": size / seconds / 1e9, **at})
+    wanted = arms.params.limits and repetition >= 0
+    for pair, n in ((p, n) for p in list(arms.pairs.values())[: int(wanted)] for n in STREAMS):
+        s = pair.socket_limit(size, n)
+        row = {"name": f"plain TCP, {n} connection{'s' if n > 1 else ''}", "kind": "socket", "link": link}
+        rows.append({**row, "bytes": size, "seconds": s, "gb_per_s": size / s / 1e9, "repetition": repetition})
     return rows
 
 

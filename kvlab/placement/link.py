@@ -1,9 +1,9 @@
 """A network link on one machine: two network namespaces, a veth pair between them, an optional rate.
 
-Each namespace has no name.  It is held open by a small process that waits on its standard input, the other
-end of which only kvlab has: when kvlab ends in whatever way, SIGKILL included, the kernel closes that pipe,
-the holder ends, and the namespace goes with its last process, the veth pair and the shaping inside it.
-Nothing is written under /run/netns, so two runs never share a name, and both may use the same addresses.
+The namespaces have no names.  Each is held open by a small process that waits on its standard input, whose
+other end only kvlab has: when kvlab ends in whatever way, SIGKILL included, the kernel closes that pipe, the
+holder ends, and the namespace goes with its last process, taking the veth pair and the shaping along.
+Two runs share no name, and both use the same addresses.
 
 Both sides' interface has the same name, and UCX_NET_DEVICES is set to it: otherwise UCX takes ``lo`` for a
 peer of the same machine and the metadata load fails.  UCX finds interfaces in /sys, which shows the namespace
@@ -80,17 +80,15 @@ def flows_of(text: str) -> list[Flow]:
 
 
 class Link:
-    """Two places with a link of ``rate_gbps`` between them (None: as fast as the machine).
+    """Two places with a link between them: ``with Link(4.97) as link: Pair(..., places=link.places)``.
 
-    A context manager: ``with Link(4.97) as link: Pair(..., places=link.places)``.
-
-    :param rate_gbps: cap in 10^9 bit/s, on each direction; Ethernet headers count
+    :param rate_gbps: cap in 10^9 bit/s, on each direction, Ethernet headers included; None: no cap
     :param per_flow: the cap holds for each TCP connection, as clouds cap a flow, not for all together;
         connections are told apart by their port at the second place
     :param fallback: where no link can be made take loopback, unshaped; False raises BadInput instead
 
-    After entering: ``kind`` is ``veth`` or ``loopback``, ``reason`` says why it is loopback, ``places`` are
-    (target or prefill, initiator or decode).
+    Inside, ``kind`` is ``veth`` or ``loopback``, and ``reason`` says why loopback; of ``places`` the first is
+    for the target (prefill engine), the second for the initiator (decode engine).
     """
 
     def __init__(self, rate_gbps: float | None = None, *, per_flow: bool = False, fallback: bool = True) -> None:
