@@ -233,8 +233,9 @@ def _blame(cluster: Cluster) -> None:
     cluster.check()
 
 
-def _wait_ready(cluster: Cluster, todo: list[Running], began: float, deadline: float, limit_s: float) -> None:
+def _wait_ready(cluster: Cluster, todo: list[Running], began: float, limit_s: float) -> None:
     """Wait until each of ``todo`` is healthy and has completed a token; the first death ends it."""
+    deadline = began + limit_s
     body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
     while todo:
         cluster.check()
@@ -338,12 +339,14 @@ def up(
     watch: _Watch | None = None
     try:
         began = time.monotonic()
-        cluster.engines = [_start(c, lifeline, grace_s) for c in todo if c.role != "router"]
-        _wait_ready(cluster, list(cluster.engines), began, began + limit_s, limit_s)
+        for c in todo:
+            if c.role != "router":
+                cluster.engines.append(_start(c, lifeline, grace_s))
+        _wait_ready(cluster, list(cluster.engines), began, limit_s)
         for c in todo:
             if c.role == "router":
                 cluster.router = _start(c, lifeline, grace_s)
-                _wait_ready(cluster, [cluster.router], time.monotonic(), time.monotonic() + limit_s, limit_s)
+                _wait_ready(cluster, [cluster.router], time.monotonic(), limit_s)
         watch = _Watch(cluster)
         try:
             yield cluster
@@ -363,11 +366,11 @@ def up(
             if watch:
                 watch.stop()
         finally:
-            # The reading side first: UCX prints what it used while its peer still lives.
-            order = {"router": 0, "decode": 1}
-            _stop(sorted(cluster.all, key=lambda one: order.get(one.role, 2)), grace_s)
-            os.close(ours)
-            os.close(lifeline)
+            try:
+                _stop(cluster.all[::-1], grace_s)
+            finally:
+                os.close(ours)  # a guard that is there yet kills at once
+                os.close(lifeline)
 
 
 def record(cluster: Cluster) -> list[dict[str, Any]]:
