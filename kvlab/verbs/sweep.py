@@ -1,0 +1,189 @@
+"""``kvlab sweep EXPERIMENT --grid key=a,b,c ...``: a grid of parameter sets, one run a cell, resumable.
+
+Cells are executed by ``kvlab run`` in processes of their own, one after another, so that no two share a core, a GPU
+or a link; with ``--on ray`` each is a Ray task that holds the resources it asks for.  ``sweep.json`` in the sweep's folder
+says what is done: the same command with ``--resume FOLDER`` goes on where it stopped and repeats no finished cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvlab import experiments, params, runs, tables
+from kvlab.errors import DONE, FAILED, BadInput, RunFailed
+from kvlab.measures.common import progress
+from kvlab.verbs.run import assignments
+
+Cell = dict[str, Any]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
+    parser.add_argument("experiment", help="name; `kvlab list` shows them")
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=A,B,C", help="values of one parameter (repeatable)"
+    )
+    parser.add_argument("-f", "--file", help="parameter file that every cell starts from")
+    parser.add_argument("-p", "--parameter", action="append", default=[], metavar="KEY=VALUE", help="for every cell")
+    parser.add_argument("--out", default="runs", help="folder that takes the sweep (default: runs)")
+    parser.add_argument("--resume", metavar="FOLDER", help="go on with a sweep that stopped")
+    parser.add_argument("--measure-only", action="store_true", help="no notebooks")
+    parser.add_argument("--on", choices=["local", "ray"], default="local", help="where cells run (default: local)")
+    parser.add_argument("--address", help="the Ray cluster's address (default: the one found, or a local one)")
+    parser.add_argument("--cpus", type=float, default=0, help="--on ray: CPUs a cell holds (default: a whole node's)")
+    parser.add_argument("--gpus", type=float, default=0, help="--on ray: GPUs a cell holds")
+
+
+def grid(words: Sequence[str]) -> list[dict[str, str]]:
+    """Return every combination of KEY=A,B,C words, the last key running fastest; BadInput for a key named twice."""
+    axes: dict[str, list[str]] = {}
+    for word in words:
+        for key, values in assignments([word]).items():
+            if key in axes:
+                raise BadInput(f"--grid names {key!r} twice: give all its values at once, {key}=A,B")
+            axes[key] = [v.strip() for v in values.split(",") if v.strip()]
+            if not axes[key]:
+                raise BadInput(f"--grid {word!r} has no values")
+    if not axes:
+        raise BadInput("a sweep needs --grid KEY=A,B,C")
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def begin(args: argparse.Namespace) -> tuple[Path, list[Cell]]:
+    """Make the sweep's folder with all cells waiting, every parameter set checked before the first runs."""
+    experiment = experiments.get(args.experiment)
+    experiments.require(experiment)
+    name = args.file or experiment.default
+    path = params.resolve_file(experiment.name, name) if name else None
+    base = params.read_file(path) if path else {}
+    cells = [
+        {"cell": i, "parameters": {**assignments(args.parameter), **values}, "axes": values, "outcome": "waiting"}
+        for i, values in enumerate(grid(args.grid))
+    ]
+    for cell in cells:
+        params.validate(experiment.name, {**base, **cell["parameters"]}, f"cell {cell['axes']}")
+    folder = runs.new_folder(f"{experiment.name}-sweep", out=args.out)
+    save(folder, {"experiment": experiment.name, "file": str(path) if path else "", "cells": cells})
+    return folder, cells
+
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    """Write sweep.json."""
+    runs.write_atomic(folder / "sweep.json", (json.dumps(state, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def command(state: dict[str, Any], cell: Cell, folder: Path, measure_only: bool) -> list[str]:
+    """Return the ``kvlab run`` of one cell; its run folder lies in the sweep's."""
+    words = [sys.executable, "-m", "kvlab.cli", "run", state["experiment"]]
+    words += ["-f", state["file"]] if state["file"] else []
+    words += [w for k, v in cell["parameters"].items() for w in ("-p", f"{k}={v}")]
+    label = "_".join(f"{k}-{v}" for k, v in cell["axes"].items())[:60]
+    return [*words, "--out", str(folder), "--label", label, *(["--measure-only"] if measure_only else [])]
+
+
+def execute(words: Sequence[str]) -> tuple[int, str]:
+    """Run one cell; return its exit code and last stdout line.  Ctrl-C reaches the cell and then ends the sweep."""
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    try:
+        text, _ = process.communicate()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+    lines = text.strip().splitlines()
+    return process.returncode, lines[-1] if lines else ""
+
+
+def finish(cell: Cell, code: int, last: str) -> None:
+    """Note a cell's outcome; what gave no document failed."""
+    try:
+        document = json.loads(last)
+    except ValueError:
+        document = {}
+    cell |= {"outcome": document.get("outcome", "failed"), "exit_code": code, "run": document.get("run")}
+    cell |= {"verdict": document.get("verdict"), "error": document.get("error")}
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run what is not done, then write one table and one report over all cells."""
+    if args.resume:
+        folder = Path(args.resume)
+        try:
+            state = json.loads((folder / "sweep.json").read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise BadInput(f"{folder}: no sweep to resume ({error})") from None
+        if state["experiment"] != experiments.get(args.experiment).name:
+            raise BadInput(f"{folder} is a sweep of {state['experiment']}")
+    else:
+        folder, _ = begin(args)
+        state = json.loads((folder / "sweep.json").read_text("utf-8"))
+    todo = [c for c in state["cells"] if c["outcome"] not in ("completed", "contradicted")]
+    run: Callable[[list[Cell]], Iterator[tuple[Cell, int, str]]] = _local
+    if args.on == "ray":
+        from kvlab.placement import ray
+
+        run = ray.sweeper(args.address, cpus=args.cpus, gpus=args.gpus)
+    for cell in todo:
+        cell["words"] = command(state, cell, folder, args.measure_only)
+    try:
+        for cell, code, last in run(todo):
+            finish(cell, code, last)
+            save(folder, state)
+    finally:
+        save(folder, state)
+        table = collect(state)
+        runs.write_atomic(folder / "cells.csv", table.to_csv(index=False).encode())
+        runs.write_atomic(folder / "report.html", report(state, table).encode())
+    failed = sum(c["outcome"] not in ("completed", "contradicted") for c in state["cells"])
+    print(table.to_string(index=False, max_colwidth=60))
+    print(json.dumps({"sweep": str(folder.resolve()), "cells": len(state["cells"]), "failed": failed}))
+    return FAILED if failed else DONE
+
+
+def _local(todo: list[Cell]) -> Iterator[tuple[Cell, int, str]]:
+    for cell in progress(todo, "cells"):
+        yield cell, *execute(cell["words"])
+
+
+def collect(state: dict[str, Any]) -> pd.DataFrame:
+    """Return a row a cell: its axes, outcome, run, median pull, first token and verdict, where the run has them."""
+    rows = []
+    for cell in state["cells"]:
+        row = {**cell["axes"], "outcome": cell["outcome"], "run": Path(cell["run"]).name if cell.get("run") else ""}
+        if cell.get("run"):
+            try:
+                run = runs.load(cell["run"])
+            except (BadInput, RunFailed):
+                run = None
+            for table, value in (("pulls", "xfer_us"), ("requests", "ttft_ms")):
+                frame = run.table(table) if run and run.has(table) else pd.DataFrame()
+                if len(frame):
+                    for arm, own in frame[~frame["warmup"].astype(bool)].groupby("arm", sort=False):
+                        row[f"{value} {arm}"] = own[value].median()
+        rows.append(row | {"note": cell.get("error") or cell.get("verdict") or ""})
+    return pd.DataFrame(rows)
+
+
+def report(state: dict[str, Any], table: pd.DataFrame) -> str:
+    """Return one page with the table over all cells and a link to each cell's own report."""
+    frame = table.copy()
+    labels = {c: c for c in frame.columns}
+    numbers = {c: 2 for c in frame.columns if pd.api.types.is_float_dtype(frame[c])}
+    shown = tables.show(frame, "sweep", title=f"Sweep of {state['experiment']}", labels=labels, decimals=numbers)
+    links = "".join(
+        f"<li><a href='{html.escape(Path(c['run']).relative_to(Path(c['run']).parents[1]).as_posix())}/report.html'>"
+        f"{html.escape(str(c['axes']))}</a></li>"
+        for c in state["cells"]
+        if c.get("run")
+    )
+    head = "<!doctype html><html lang=en><meta charset=utf-8><title>kvlab sweep</title>"
+    return f"{head}{shown.as_raw_html()}<ul>{links}</ul></html>\n"
