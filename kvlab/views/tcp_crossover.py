@@ -269,8 +269,8 @@ def check_chart(found: pd.DataFrame, run: Run) -> charts.Shown:
         parts.append(part.assign(arm=arm, case=case, text=text))
     caption = f"below 1: 1P1D answers sooner; bars: 95 %; replicas with the chunk of the gap limit; {run.id}"
     chart = charts.points_with_interval(
-        pd.concat(parts), charts.title("Predicted from short inputs, then measured", run, caption), reference=1.0, log=True,
-        x="ratio", low="low", high="high", x_title="TTFT of 1P1D / TTFT of replicas", text="text",
+        pd.concat(parts), charts.title("Predicted from short inputs, then measured", run, caption), reference=1.0,
+        log=True, x="ratio", low="low", high="high", x_title="TTFT of 1P1D / TTFT of replicas", text="text",
     )  # fmt: skip
     return charts.show(chart, "check", run)
 
