@@ -1,0 +1,132 @@
+"""Does a post hold up running requests: the gap that a pull's post fell into, against the post.
+
+The worker that posts a pull's reads is the one that runs the engine's steps, so the prediction is
+``gap = step + post``: a slope of 1.  Where the transport copies inside the post (cma) the copy is part of it.
+
+The ring tells a pull's start within ``start_uncertainty_s`` only, so a pull gets the longest gap of any running
+request that its post *may* have fallen into.  The longest of several gaps is more than an ordinary step even where
+nothing happened; ``control_ms`` is the same window, moved to the control phase, and shows by how much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvlab.analysis import compare
+from kvlab.analysis.split import CONFIDENCE, warm
+from kvlab.errors import BadInput
+
+#: what one phase ``pull`` and its control share
+KEY = ["arm", "start", "pulled_tokens", "repetition"]
+DRAWS = 2000
+#: a start known no better than this could be in anyone's gap
+MOST_UNCERTAINTY_S = 0.1
+
+
+def _keyed(rows: pd.DataFrame) -> pd.DataFrame:
+    rows = rows[rows["phase"].notna()]
+    kind = rows["phase"].astype(str).str.split().str[0]
+    return rows.assign(kind=kind).astype(dict.fromkeys(KEY[1:], "int64")).reset_index(drop=True)
+
+
+def gaps(requests: pd.DataFrame) -> pd.DataFrame:
+    """Return all gaps of the steady requests: :data:`KEY`, ``kind``, ``request``, ``begin_s``, ``end_s``, ``gap_ms``."""
+    rows = _keyed(warm(requests))[[*KEY, "kind", "request", "start_s", "ttft_ms", "gaps_ms"]]
+    rows = rows.explode("gaps_ms").rename(columns={"gaps_ms": "gap_ms"}).dropna(subset="gap_ms")
+    rows["gap_ms"] = rows["gap_ms"].astype(float)
+    rows["end_s"] = rows["start_s"] + (rows["ttft_ms"] + rows.groupby(level=0)["gap_ms"].cumsum()) / 1e3
+    rows["begin_s"] = rows["end_s"] - rows["gap_ms"] / 1e3
+    return rows.drop(columns=["start_s", "ttft_ms"]).reset_index(drop=True)
+
+
+def met(pulls: pd.DataFrame, requests: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each gap that posts fell into: ``post_ms`` (their sum), ``gap_ms`` and ``control_ms``.
+
+    Columns besides: :data:`KEY`, ``pulls`` (that fell into it), ``descriptors``, ``bytes``, ``uncertainty_ms``.  Left
+    out: pulls past the running requests' end, and those whose start is known worse than :data:`MOST_UNCERTAINTY_S`.
+    BadInput when nothing is left.
+    """
+    own = _keyed(warm(pulls).drop(columns="pulled_tokens", errors="ignore").rename(columns={"prompt_tokens": KEY[2]}))
+    own = own[(own["kind"] == "pull") & (own["start_uncertainty_s"].fillna(0) <= MOST_UNCERTAINTY_S)]
+    began = _keyed(warm(phases)).pivot_table(index=KEY, columns="kind", values="start_s")
+    moved = began.get("control", np.nan) - began["pull"] if "pull" in began else pd.Series(dtype=float)
+    own = own.merge(moved.rename("moved_s").reset_index(), on=KEY, how="left").assign(pull=range(len(own)))
+    every = gaps(requests)
+    spread = own["start_uncertainty_s"].fillna(0)
+    own = own.assign(low_s=own["start_s"] - spread, high_s=own["start_s"] + own["post_us"] / 1e6 + spread)
+    for kind in ("pull", "control"):
+        shift = own["moved_s"] if kind == "control" else 0.0
+        windows = own[[*KEY, "pull"]].assign(low_s=own["low_s"] + shift, high_s=own["high_s"] + shift)
+        both = windows.merge(every[every["kind"] == kind], on=KEY)
+        inside = both[(both["end_s"] > both["low_s"]) & (both["begin_s"] < both["high_s"])]
+        longest = inside.loc[inside.groupby("pull")["gap_ms"].idxmax(), ["pull", "gap_ms", "end_s"]]
+        names = {"gap_ms": f"{kind}_ms", "end_s": f"{kind}_end_s"}
+        own = own.merge(longest.rename(columns=names), on="pull", how="left")
+    own = own.dropna(subset="pull_ms")
+    if own.empty:
+        raise BadInput("no pull's post fell into a gap of a running request: the steady load ended before the pulls")
+    own = own.assign(post_ms=own["post_us"] / 1e3, uncertainty_ms=own["start_uncertainty_s"].fillna(0) * 1e3)
+    out = own.groupby([*KEY, "pull_end_s"], as_index=False).agg(
+        post_ms=("post_ms", "sum"),
+        gap_ms=("pull_ms", "max"),
+        control_ms=("control_ms", "max"),
+        pulls=("pull", "size"),
+        descriptors=("descriptors", "sum"),
+        bytes=("bytes", "sum"),
+        uncertainty_ms=("uncertainty_ms", "max"),
+    )
+    return out.drop(columns="pull_end_s")
+
+
+def fit(found: pd.DataFrame, value: str = "gap_ms", seed: int = 1) -> dict[str, Any]:
+    """Fit ``value = a_ms + b * post_ms`` to rows of :func:`met`: ``b`` and ``a_ms`` with ``_low`` and ``_high``, ``n``.
+
+    Theil and Sen's slope (median of the slopes between all pairs), which a few long gaps of another cause do not
+    bend.  The interval resamples whole repetitions (an arm's, of one start), ``blocks`` of them; below six it is nan.
+    """
+    blocks = [g[["post_ms", value]].dropna().to_numpy(float) for _, g in found.groupby(["arm", "start", "repetition"])]
+    blocks = [b for b in blocks if len(b)]
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, len(blocks), (DRAWS, len(blocks)))
+    drawn = [_line(np.concatenate([blocks[i] for i in pick])) for pick in picks]
+    ends = np.nanquantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    ends = ends if len(blocks) >= compare.FEWEST else np.full_like(ends, np.nan)
+    (b, a), n = _line(np.concatenate(blocks)), sum(map(len, blocks))
+    numbers: dict[str, Any] = {"b": b, "b_low": ends[0, 0], "b_high": ends[1, 0]}
+    numbers |= {"a_ms": a, "a_low_ms": ends[0, 1], "a_high_ms": ends[1, 1]}
+    return {k: float(v) for k, v in numbers.items()} | {"n": n, "blocks": len(blocks)}
+
+
+def _line(xy: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+    x, y = xy.T
+    if len(np.unique(x)) < 2:
+        return (np.nan, np.nan)
+    line = stats.theilslopes(y, x)
+    return float(line.slope), float(line.intercept)
+
+
+def contrast(requests: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return (a row a phase: ``longest_ms``, the median over its requests; ratios of pull to control for each arm).
+
+    Requests of one phase meet the same stalls, so a phase counts once; ratios pair the phases of one repetition and
+    prompt length (:func:`kvlab.analysis.compare.ratios`: signed ranks).
+    """
+    rows = _keyed(warm(requests))
+    phases = rows.groupby([*KEY, "kind"], as_index=False)["longest_gap_ms"].median()
+    phases = phases.rename(columns={"longest_gap_ms": "longest_ms"})
+    phases["block"] = phases.groupby(KEY[1:]).ngroup()
+    swapped = phases.rename(columns={"arm": "case", "kind": "arm"})
+    ratios = compare.ratios(swapped, baseline="control", value="longest_ms", by=["case"], block="block")
+    return phases, ratios.drop(columns="arm").rename(columns={"case": "arm"})
+
+
+def judge(line: dict[str, Any]) -> str:
+    """Say of the prediction b = 1: holds (the interval has 1 and not 0), refuted (not 1), or unresolved."""
+    low, high = line["b_low"], line["b_high"]
+    if np.isnan(low) or (low <= 0 and high >= 1):
+        return "unresolved"
+    return "holds" if low <= 1 <= high else "refuted"
