@@ -25,6 +25,8 @@ KEY = ["arm", "start", "pulled_tokens", "repetition"]
 DRAWS = 2000
 #: a start known no better than this could be in anyone's gap
 MOST_UNCERTAINTY_S = 0.1
+#: a slope this near 1 counts as 1, and must be known this well
+NEAR, KNOWN = 0.1, 0.5
 
 
 def _keyed(rows: pd.DataFrame) -> pd.DataFrame:
@@ -34,7 +36,7 @@ def _keyed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def gaps(requests: pd.DataFrame) -> pd.DataFrame:
-    """Return all gaps of the steady requests: :data:`KEY`, ``kind``, ``request``, ``begin_s``, ``end_s``, ``gap_ms``."""
+    """Return all gaps of the steady requests: :data:`KEY`, ``kind``, ``request``, ``end_s`` ..."""
     rows = _keyed(warm(requests))[[*KEY, "kind", "request", "start_s", "ttft_ms", "gaps_ms"]]
     rows = rows.explode("gaps_ms").rename(columns={"gaps_ms": "gap_ms"}).dropna(subset="gap_ms")
     rows["gap_ms"] = rows["gap_ms"].astype(float)
@@ -116,8 +118,7 @@ def contrast(requests: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     prompt length (:func:`kvlab.analysis.compare.ratios`: signed ranks).
     """
     rows = _keyed(warm(requests))
-    phases = rows.groupby([*KEY, "kind"], as_index=False)["longest_gap_ms"].median()
-    phases = phases.rename(columns={"longest_gap_ms": "longest_ms"})
+    phases = rows.groupby([*KEY, "kind"]).agg(longest_ms=("longest_gap_ms", "median")).reset_index()
     phases["block"] = phases.groupby(KEY[1:]).ngroup()
     swapped = phases.rename(columns={"arm": "case", "kind": "arm"})
     ratios = compare.ratios(swapped, baseline="control", value="longest_ms", by=["case"], block="block")
@@ -125,8 +126,12 @@ def contrast(requests: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def judge(line: dict[str, Any]) -> str:
-    """Say of the prediction b = 1: holds (the interval has 1 and not 0), refuted (not 1), or unresolved."""
+    """Say of the prediction b = 1, from the interval of b: refuted, holds, or unresolved.
+
+    Refuted: it keeps clear of 1 +- :data:`NEAR` (the longest of several gaps flattens the line by a percent or so).
+    Holds: it touches that and lies within 1 +- :data:`KNOWN`; all else, and an interval that is nan, is unresolved.
+    """
     low, high = line["b_low"], line["b_high"]
-    if np.isnan(low) or (low <= 0 and high >= 1):
-        return "unresolved"
-    return "holds" if low <= 1 <= high else "refuted"
+    if low > 1 + NEAR or high < 1 - NEAR:
+        return "refuted"
+    return "holds" if low >= 1 - KNOWN and high <= 1 + KNOWN else "unresolved"
