@@ -9,10 +9,12 @@ import pandas as pd
 
 
 class Table(gt.GT):
-    """A table whose text form is the same on every run (the library's own holds addresses)."""
+    """A table whose text form holds its cells, the same on every run and with every version of the library."""
+
+    kvlab_text = ""
 
     def __repr__(self) -> str:
-        return "<table>"
+        return self.kvlab_text
 
 
 def show(
@@ -40,4 +42,19 @@ def show(
     table = table.sub_missing(missing_text="–").tab_options(
         table_font_size="13px", table_margin_left="0", heading_align="left", data_row_padding="4px"
     )
-    return table.tab_source_note(note) if note else table
+    table = table.tab_source_note(note) if note else table
+    table.kvlab_text = _text(frame[list(labels)], labels, decimals or {}, percent, title)  # type: ignore[attr-defined]
+    return table
+
+
+def _text(
+    frame: pd.DataFrame, labels: Mapping[str, str], decimals: Mapping[str, int], percent: tuple[str, ...], title: str
+) -> str:
+    """Return the cells as text, numbers as they are shown."""
+    shown = {}
+    for column, label in labels.items():
+        digits = decimals.get(column)
+        form = "{:.0%}" if column in percent else "{}" if digits is None else f"{{:,.{digits}f}}"
+        shown[label] = ["–" if pd.isna(v) is True else form.format(v) for v in frame[column]]
+    body = pd.DataFrame(shown).to_string(index=False) if len(frame) else "(no rows)"
+    return f"{title}\n{body}"
