@@ -1,0 +1,250 @@
+"""Views of chunk-first: stalls by prefill chunk, what a p99 hides, tuned replicas against 1P1D over pairs of limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import great_tables as gt
+import pandas as pd
+
+from kvlab import charts, published, runs, tables
+from kvlab.analysis import compare, stalls
+from kvlab.runs import Run
+
+BY = ("arm", "chunk_tokens", "rate_rps")
+TUNED = "tuned replicas"
+GPU = "chunk_first/h200-one-gpu"
+_GAPS = {"gap_p10_ms": "p10 (ms)", "gap_median_ms": "Median (ms)", "gap_p90_ms": "p90 (ms)"}
+
+
+def gpu() -> Run:
+    """Return the recording from one GPU."""
+    return runs.load(GPU)
+
+
+def _disaggregated(run: Run) -> str:
+    return str(run.manifest["parameters"]["pd_arm"]["label"])
+
+
+def summary(run: Run) -> pd.DataFrame:
+    """Return :func:`kvlab.analysis.stalls.summary` by configuration and rate: chunks from large to small, then 1P1D."""
+    rows = stalls.summary(run.table("requests"), BY)
+    rows["replicas"] = rows["arm"] != _disaggregated(run)
+    rows = rows.sort_values(["rate_rps", "replicas", "chunk_tokens"], ascending=[True, False, False])
+    rows["case"] = rows["rate_rps"].map(lambda r: f"{r:g} requests/s")
+    return rows.reset_index(drop=True)
+
+
+def _caption(run: Run, rows: pd.DataFrame) -> str:
+    p = run.manifest["parameters"]
+    return (
+        f"{p['prompt_tokens']:,} tokens in, {p['output_tokens']} out, the same Poisson arrivals everywhere; "
+        f"{rows['n'].min()} requests each; {run.id}; machine possibly shared"
+    )
+
+
+def stall_table(rows: pd.DataFrame) -> gt.GT:
+    """Show stalls, first token and throughput beside the system-wide p99, and whose stall that p99 hides."""
+    return tables.show(
+        rows,
+        "stalls",
+        title="Longest gap of each request, beside the p99 of all gaps",
+        labels={"arm": "Configuration", "rate_rps": "Requests/s", "n": "Requests", "failed": "Failed"}
+        | {k: f"Longest gap, {v}" for k, v in _GAPS.items()}
+        | {"itl_p99_ms": "ITL p99 (ms)", "hidden": "Stalls above p99", "ttft_ms": "TTFT, median (ms)"}
+        | {"output_tokens_per_s": "Output tokens/s"},
+        decimals=dict.fromkeys(_GAPS, 0) | {"itl_p99_ms": 0, "ttft_ms": 0, "output_tokens_per_s": 0, "rate_rps": 1},
+        percent=("hidden",),
+        note="ITL p99 pools the gaps of all requests. Stalls above p99: share of requests whose longest gap is longer "
+        "than it, so that it says nothing of them. 1P1D: what its decode engine does while it pulls.",
+    )
+
+
+def stall_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
+    """Draw p10, median and p90 of the longest gaps by configuration, with the ITL p99 as a tick."""
+    order = list(dict.fromkeys(rows["arm"]))
+    base = alt.Chart().encode(y=alt.Y("arm:N", title=None, sort=order, axis=alt.Axis(labelLimit=220)))
+    x = alt.X("gap_p10_ms:Q", title="Longest gap of a request (ms, log scale)", scale=alt.Scale(type="log"))
+    span = base.mark_rule(strokeWidth=3, color=charts.DRAIN).encode(x=x, x2="gap_p90_ms:Q")
+    middle = base.mark_point(filled=True, size=90, opacity=1, color=charts.DRAIN).encode(
+        x="gap_median_ms:Q", tooltip=["arm", "rate_rps", *_GAPS, "itl_p99_ms", "hidden", "n"]
+    )
+    p99 = base.mark_tick(thickness=3, size=22, color=charts.POST).encode(x="itl_p99_ms:Q")
+    heading = charts.title(
+        "Stalls by prefill chunk",
+        run,
+        "blue: p10, median, p90 of the requests' longest gaps; red: ITL p99 over all gaps; " + _caption(run, rows),
+    )
+    chart = (
+        alt.layer(span, middle, p99, data=rows)
+        .properties(width=charts.WIDTH, height=28 * len(order))
+        .facet(row=alt.Row("case:N", title=None, header=alt.Header(labelAngle=0, labelAlign="left")))
+        .properties(title=heading)
+    )
+    return charts.show(chart, "stalls", run)
+
+
+def ttft_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
+    """Draw the median TTFT of every configuration with its interval."""
+    chart = charts.points_with_interval(
+        rows.assign(text=rows["output_tokens_per_s"].map(lambda v: f"{v:.0f} tokens/s out")),
+        charts.title("What the chunk does to the first token", run, _caption(run, rows)),
+        x="ttft_ms",
+        low="ttft_low_ms",
+        high="ttft_high_ms",
+        x_title="Median time to first token (ms, log scale, 95 % interval)",
+        log=True,
+        text="text",
+    )
+    return charts.show(chart, "ttft", run)
+
+
+def ranking(run: Run) -> pd.DataFrame:
+    """Rank over the run's pairs of limits; tuned replicas (at each pair their best chunk) against 1P1D, if it ran.
+
+    Columns of :func:`kvlab.analysis.stalls.rank`, and ``chunk``: the largest one that serves the replicas' best load.
+    """
+    p = run.manifest["parameters"]
+    requests = run.table("requests")
+    cells = stalls.grid(requests, p["ttft_limits_ms"], p["gap_limits_ms"])
+    chunk = requests.dropna(subset="chunk_tokens").groupby("arm")["chunk_tokens"].first()
+    own = cells[(cells["state"] == "supported") & (cells["config"] != _disaggregated(run))]
+    own = own.assign(chunk=own["config"].map(chunk)).sort_values(["load", "chunk"])
+    best = own.groupby(["ttft_limit_ms", "gap_limit_ms"])["chunk"].last()
+    if _disaggregated(run) in set(cells["config"]):
+        cells["config"] = cells["config"].where(cells["config"] == _disaggregated(run), TUNED)
+    return stalls.rank(cells).merge(best.reset_index(), how="left")
+
+
+def heat_map(ranked: pd.DataFrame, run: Run) -> charts.Shown:
+    """Draw who serves the largest load at each pair of limits; ties, unresolved and unserved pairs are marked."""
+    marks = {stalls.TIE: "=", stalls.UNRESOLVED: "?", stalls.NOBODY: ""}
+    won = [o for o in (TUNED, _disaggregated(run)) if o in set(ranked["outcome"])]
+    others = sorted(set(ranked["outcome"]) - set(won) - set(marks))
+    domain = [*won, *others, *marks]
+    colours = {TUNED: "#0072B2", _disaggregated(run): "#E69F00", stalls.TIE: "#8FC6A9"}
+    colours |= {stalls.UNRESOLVED: "#d9d9d9", stalls.NOBODY: "#f7f7f7"}
+    spare = iter(charts.PALETTE[2:] * 2)
+    palette = [colours.get(o) or next(spare) for o in domain]
+    text = [marks.get(o, "" if c != c else f"{c:.0f}") for o, c in ranked[["outcome", "chunk"]].to_numpy()]
+    text = ["" if o == _disaggregated(run) else t for o, t in zip(ranked["outcome"], text, strict=True)]
+    rows = ranked.assign(text=text, n=ranked["outcome"].map(ranked["outcome"].value_counts()))
+    base = alt.Chart(rows).encode(
+        x=alt.X("ttft_limit_ms:O", title="TTFT limit (ms)", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("gap_limit_ms:O", title="Limit of the longest gap (ms)", sort="descending"),
+    )
+    tiles = base.mark_rect(stroke="white").encode(
+        color=alt.Color("outcome:N", title="", scale=alt.Scale(domain=domain, range=palette)),
+        tooltip=["ttft_limit_ms", "gap_limit_ms", "outcome", "detail", "chunk"],
+    )
+    words = base.mark_text(fontSize=9).encode(
+        text="text:N",
+        color=alt.condition(alt.FieldOneOfPredicate("outcome", [TUNED]), alt.value("white"), alt.value("#333")),
+    )
+    caption = (
+        "colour: who serves the larger load with 90 % of requests inside both limits (Wilson's interval); number: "
+        f"the replicas' chunk; limits scaled to this machine; {_caption(run, summary(run))}"
+    )
+    heading = charts.title("Tuned replicas against 1P1D over pairs of limits", run, caption)
+    size = {"width": charts.WIDTH, "height": 22 * rows["gap_limit_ms"].nunique()}
+    return charts.show((tiles + words).properties(**size, title=heading), "ranking", run)
+
+
+def _bars(run: Run, where: str) -> pd.DataFrame:
+    rows = summary(run)
+    rows = rows[rows["replicas"]]
+    return rows[["rate_rps", "chunk_tokens", *_GAPS]].assign(where=where, status="measured", source=run.id)
+
+
+def beside(run: Run) -> pd.DataFrame:
+    """Return longest gaps by chunk: this run, the recording from one GPU, and the published bars, with their status."""
+    known = published.load("chunk_stall").rename(
+        columns={"max_num_batched_tokens": "chunk_tokens", "rate_per_gpu_rps": "rate_rps"}
+    )
+    known["where"] = known["model"] + ", " + known["workload"]
+    parts = [_bars(run, "this run"), _bars(gpu(), "one H200, Llama-8B shape"), known]
+    if run.path == gpu().path:
+        parts = parts[1:]
+    rows = pd.concat(parts, ignore_index=True)
+    rows["where"] += rows["rate_rps"].map(lambda r: f", {r:g} requests/s")
+    return rows[["where", "chunk_tokens", *_GAPS, "status", "source"]]
+
+
+def beside_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
+    """Draw the bars of :func:`beside`: a panel a source, each with a scale of its own."""
+    y = alt.Y("chunk_tokens:O", title="Chunk", sort="descending")
+    base = alt.Chart(rows).encode(y=y, tooltip=["where", "chunk_tokens", *_GAPS, "status", "source"])
+    bars = base.mark_bar(height={"band": 0.7}).encode(
+        x=alt.X("gap_median_ms:Q", title="Longest gap (ms)"),
+        color=alt.Color("status:N", title="", scale=alt.Scale(domain=["measured", "figure"], range=charts.PALETTE[:2])),
+    )
+    span = base.mark_rule(strokeWidth=1.5).encode(x="gap_p10_ms:Q", x2="gap_p90_ms:Q")
+    order = list(dict.fromkeys(rows["where"]))
+    caption = "bar: median, line: p10 to p90 of the requests' longest gaps; figure: read off a published figure"
+    chart = (
+        alt.layer(bars, span)
+        .properties(width=250, height=90)
+        .facet(facet=alt.Facet("where:N", sort=order, title=None), columns=2)
+        .resolve_scale(x="independent", y="independent")
+        .properties(title=charts.title("The same question elsewhere", run, caption))
+    )
+    return charts.show(chart, "beside_published", run)
+
+
+def steps_table(*found: Run) -> gt.GT | str:
+    """Show the measured steps of the runs that have any: a chunk of a long prompt beside one running request."""
+    parts = [r.table("steps").assign(run=r.id) for r in found if r.has("steps")]
+    if not parts:
+        return "no step times were measured"
+    keys = ["run", "arm", "prompt_tokens", "prefix_tokens", "chunk_tokens"]
+    rows = pd.concat(parts).groupby(keys, as_index=False).agg(n=("step_ms", "size"), step_ms=("step_ms", "median"))
+    labels = {
+        "run": "Run",
+        "arm": "Configuration",
+        "prefix_tokens": "Tokens before",
+        "chunk_tokens": "Tokens in the step",
+    }
+    return tables.show(
+        rows,
+        "steps",
+        title="Steps that carry a chunk: fixed cost, cost a token, and attention over the prefix",
+        labels=labels | {"n": "Seen", "step_ms": "Median step (ms)"},
+        decimals={"prefix_tokens": 0, "chunk_tokens": 0, "step_ms": 1},
+    )
+
+
+def conclude(run: Run, rows: pd.DataFrame, ranked: pd.DataFrame) -> str:
+    """Hold both predictions against the numbers, in words; write summary.json."""
+    own = rows[rows["replicas"]]
+    large, small = (
+        own["arm"][own["chunk_tokens"] == c].iloc[0] for c in (own["chunk_tokens"].max(), own["chunk_tokens"].min())
+    )
+    ratios = compare.ratios(run.table("requests"), baseline=large, value="longest_gap_ms", by=["rate_rps"])
+    ratios = ratios[ratios["arm"] == small]
+    shorter = bool((ratios["different"] & (ratios["ratio"] < 1)).any())
+    longer = bool((ratios["different"] & (ratios["ratio"] > 1)).any())
+    first = "REFUTED" if longer else "holds" if shorter else "not resolved"
+    span = ", ".join(
+        f"{r.ratio:.2f} ({r.low:.2f} to {r.high:.2f}) at {r.rate_rps:g} requests/s" for r in ratios.itertuples()
+    )
+    parts = [f"longest gaps of {small} are to those of {large} as {span}: prediction of shorter stalls {first}"]
+    hidden = own["hidden"]
+    parts.append(f"the p99 of all gaps hides the stall of {hidden.min():.0%} to {hidden.max():.0%} of requests")
+    counts = {str(k): int(n) for k, n in ranked["outcome"].value_counts().items()}
+    parts.append(f"of {len(ranked)} pairs of limits: " + ", ".join(f"{k} {n}" for k, n in counts.items()))
+    second = "not tested"
+    if (~rows["replicas"]).any():
+        won, lost = counts.get(TUNED, 0), counts.get(_disaggregated(run), 0)
+        second = "holds" if won > lost else "REFUTED" if lost > won else "not resolved"
+        parts.append(f"prediction that tuned replicas win more pairs than they lose {second}")
+    verdict = "On this machine " + "; ".join(parts) + "."
+    if run.manifest["outcome"] not in ("completed", "running"):
+        verdict = f"The run is not whole ({run.manifest['outcome']}). " + verdict
+    numbers: dict[str, Any] = {
+        "stalls": rows.to_dict("records"),
+        "ranking": counts,
+        "ratios": ratios.to_dict("records"),
+    }
+    run.conclude(verdict, **numbers, predictions={"shorter stalls": first, "replicas win": second})
+    return verdict
