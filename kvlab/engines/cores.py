@@ -1,0 +1,39 @@
+"""Each CPU engine on its own cores and nothing of it elsewhere.
+
+vLLM's NIXL connector (0.30, ``nixl/base_worker.py``) moves a CPU worker's main thread to the last core of each NUMA
+node.  With one thread an engine that thread computes the model, so on two cores the prefill and the decode engine
+both compute on the last one, whatever VLLM_CPU_OMP_THREADS_BIND says, and take turns with each other's busy waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from kvlab.engines.launch import Cluster
+
+
+def parse(text: str) -> set[int]:
+    """Return the cores of a list such as ``0-3,8`` or, for ranks, ``0-3|4-7``; empty for other words."""
+    found: set[int] = set()
+    for part in re.split(r"[,|]", text):
+        ends = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not ends:
+            return set()
+        found |= set(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+    return found
+
+
+def keep(cluster: Cluster) -> None:
+    """Move every thread of every CPU engine that was started here to the engine's own cores."""
+    for command in cluster.commands:
+        cores = parse(command.env.get("VLLM_CPU_OMP_THREADS_BIND", ""))
+        for one in cluster.engines:
+            if one.name != command.name or not cores:
+                continue
+            for task in [t for pid in one.pids() for t in Path(f"/proc/{pid}/task").glob("*")]:
+                # A thread that has ended meanwhile needs no core.
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(int(task.name), cores)
