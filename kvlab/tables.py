@@ -43,7 +43,7 @@ def show(
         table_font_size="13px", table_margin_left="0", heading_align="left", data_row_padding="4px"
     )
     table = table.tab_source_note(note) if note else table
-    table.kvlab_text = _text(frame[list(labels)], labels, decimals or {}, percent, title)  # type: ignore[attr-defined]
+    table.kvlab_text = _text(frame[list(labels)], labels, decimals or {}, percent, title)
     return table
 
 

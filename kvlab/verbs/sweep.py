@@ -66,12 +66,13 @@ def begin(args: argparse.Namespace) -> tuple[Path, list[Cell]]:
     name = args.file or experiment.default
     path = params.resolve_file(experiment.name, name) if name else None
     base = params.read_file(path) if path else {}
-    cells = [
+    cells: list[Cell] = [
         {"cell": i, "parameters": {**assignments(args.parameter), **values}, "axes": values, "outcome": "waiting"}
         for i, values in enumerate(grid(args.grid))
     ]
     for cell in cells:
-        params.validate(experiment.name, {**base, **cell["parameters"]}, f"cell {cell['axes']}")
+        given: dict[str, Any] = {**base, **cell["parameters"]}
+        params.validate(experiment.name, given, f"cell {cell['axes']}")
     folder = runs.new_folder(f"{experiment.name}-sweep", out=args.out)
     save(folder, {"experiment": experiment.name, "file": str(path) if path else "", "cells": cells})
     return folder, cells
