@@ -188,18 +188,15 @@ def conclude(run: Run, rows: pd.DataFrame, found: pd.DataFrame) -> str:
     """Say in words what holds where; write summary.json."""
     parts = []
     for claim, g in found.groupby("claim", sort=False):
-        by_answer = g.groupby("answer", sort=False)["link"].agg(
-            lambda s: ", ".join(link_name(x) for x in s if x not in ("", "all"))
-        )
-        parts.append(f"{claim}: " + "; ".join(f"{a}{f' ({where})' if where else ''}" for a, where in by_answer.items()))
-    best = rows.loc[rows.groupby("link", sort=False)["gbps"].idxmax()]
-    for r in best.to_dict("records"):
-        parts.append(
-            f"fastest over {link_name(r['link'])}: {r['arm']}, {r['gbps']:.2f} Gbps, {r['share']:.0%} of a plain flow"
-        )
+        where = g["link"].where(~g["link"].isin(["", "all"])).map(link_name, na_action="ignore")
+        said = where.groupby(g["answer"], sort=False).agg(lambda names: ", ".join(dict.fromkeys(names.dropna())))
+        parts.append(f"{claim}: " + "; ".join(f"{a} ({names})" if names else str(a) for a, names in said.items()))
+    for r in rows.loc[rows.groupby("link", sort=False)["gbps"].idxmax()].to_dict("records"):
+        best = f"{r['arm']} with {r['gbps']:.2f} Gbps, {r['share']:.0%} of a plain flow"
+        parts.append(f"best median with {link_name(r['link'])}: {best}")
     bad = int((run.table("cells")["outcome"] != "completed").sum())
     parts.append(f"{bad} pulls hung or failed" if bad else "no pull hung or failed")
-    where = "" if run.manifest["link"]["kind"] == "veth" else "over loopback, with no link to shape, "
-    verdict = f"On this machine {where}" + ". ".join(parts) + "."
+    over = "" if run.manifest["link"]["kind"] == "veth" else ", over loopback with no link to shape"
+    verdict = f"On this machine{over}: " + ". ".join(p[0].upper() + p[1:] for p in parts) + "."
     run.conclude(verdict, rates=rows.to_dict("records"), claims=found.to_dict("records"))
     return verdict

@@ -124,6 +124,14 @@ def test_buffers_are_held_against_the_same_segment_size(gbps, answer):
     assert got == answer and f"{gbps / 2 - 1:+.0%}" in here
 
 
+def test_an_interval_that_spans_what_the_claim_needs_is_not_resolved():
+    # Every second round at a third of the speed, the others at three times.
+    for first, second, claim in (("UCX default", "256k", SEGMENTS), ("256k", "256k, buffers 8m", BUFFERS)):
+        p = pulls({(first, "none", 10): 2.0, (second, "none", 10): 2.0})
+        p.loc[p["arm"] == second, "xfer_us"] *= np.array([3, 1 / 3] * 4)
+        assert answers(p)[claim, "none"][0] == tcp.UNRESOLVED
+
+
 def test_what_was_not_run_is_not_tested():
     found = answers(pulls({("16k", "none", 10): 2.0}))
     assert {a for a, _ in found.values()} == {tcp.UNTESTED}
