@@ -134,7 +134,7 @@ def marks(frame: pd.DataFrame, names: Sequence[str], titles: tuple[str, str], *w
         detail="model:N" if "model" in frame else alt.Detail(),
     )
     ends = base.encode(text="arm:N").properties(data=frame.loc[frame.groupby("arm")["x"].idxmin()])
-    place = {"align": "left", "dx": 4, "dy": 13, "fontWeight": "bold"}
+    place: dict[str, Any] = {"align": "left", "dx": 4, "dy": 13, "fontWeight": "bold"}
     made = {
         "band": lambda: base.mark_area(opacity=0.25).encode(y="low:Q", y2="high:Q"),
         "line": lambda: base.mark_line(opacity=0.6),
@@ -162,9 +162,11 @@ def _finish(chart: alt.TopLevelMixin, name: str, heading: str, run: Run, caption
     spread = (rows.groupby("pull")["bytes"].max() / rows["pull_bytes"].groupby(rows["pull"]).first()).max() - 1
     same = "Same bytes at every size" if spread < 0.001 else f"Bytes agree to {spread:.0%} (counts are rounded up)"
     n = f"{rows['n'].min()} to {rows['n'].max()}" if rows["n"].nunique() > 1 else f"{rows['n'].min()}"
+    own = run.manifest["parameters"]
+    polls = f"polled every {own['poll_interval_ms']:g} ms" if own["poll_interval_ms"] else "busy polls"
     caption += (
-        f"{same}; scattered, one in flight, busy polls; warm, {n} pulls a point, cells in a new random order every "
-        f"round; interval: 95 % of the median, from six pulls up; {run.id}; machine possibly shared"
+        f"{same}; {own['shape']}, {own['in_flight']} in flight, {polls}; warm, {n} pulls a point, cells in a new "
+        f"random order every round; interval: 95 % of the median, from six pulls up; {run.id}; machine possibly shared"
     )
     chart = chart.properties(title=charts.title(f"{heading}: {where(run)}", run, caption))
     return charts.show(chart, f"{name}_{'vram' if on_gpu(run) else 'dram'}", run)
@@ -235,8 +237,10 @@ def ratios(run: Run) -> pd.DataFrame:
     return compare.ratios(rows, baseline=PLAIN, by=("over", "descriptor_bytes"))
 
 
-def variations_chart(run: Run) -> charts.Shown:
-    """Draw the variations as ratios to the plain cell."""
+def variations_chart(run: Run) -> charts.Shown | str:
+    """Draw the variations as ratios to the plain cell, or say that there are none."""
+    if (pulls(run)["variation"] == PLAIN).all():
+        return "no variations were measured"
     frame = ratios(run).sort_values(["arm", "over", "descriptor_bytes"], ascending=[False, True, True])
     frame["case"] = frame["over"] + ", " + frame["descriptor_bytes"].map(size_text)
     frame["text"] = [
@@ -295,11 +299,13 @@ def cost_table(pair: list[Run], others: list[dict[str, str]]) -> gt.GT:
 
 
 def shares(run: Run) -> pd.DataFrame:
-    """Return each arm's rate in one descriptor over that of a plain copy in the same rounds: ``share`` and ends."""
+    """Return each arm's rate in one descriptor over a plain copy's in the same rounds; empty without limits."""
     rows = pulls(run)
     whole = rows[(rows["variation"] == PLAIN) & ~rows["warmup"] & (rows["descriptor_bytes"] == rows["bytes"])]
     copy = run.table("limits").query("kind == 'memory'").assign(arm="copy", xfer_us=lambda f: f["seconds"] * 1e6)
     kept = ["arm", "bytes", "repetition", "xfer_us"]
+    if whole.empty or copy.empty:
+        return pd.DataFrame()
     found = compare.ratios(pd.concat([whole[kept], copy[kept]]), baseline="copy", by=("bytes",))
     found[["share", "share_high", "share_low"]] = 1 / found[["ratio", "low", "high"]]
     return found.sort_values("share", ignore_index=True)
@@ -344,13 +350,14 @@ def predictions(over: dict[str, str], gained: pd.DataFrame, residuals: pd.Series
 def verdict(run: Run) -> tuple[str, dict[str, Any]]:
     """Say what one run shows, with the numbers behind it."""
     share, gained = shares(run), gains(run)
-    best = share.iloc[-1]
     residuals = pd.concat([f.residuals["xfer_residual"] for f in models(run).values()])
-    checks = predictions(transports(run), gained, residuals, best["share"] if on_gpu(run) else np.nan)
+    best = share["share"].max() if on_gpu(run) and len(share) else np.nan
+    checks = predictions(transports(run), gained, residuals, best)
     words = {True: "holds", False: "is REFUTED", None: "is not resolved"}
     said = [f"prediction for {c['what']} {words[c['holds']]}: {c['text']}" for c in checks]
-    percent = span(*(best[["share", "share_low", "share_high"]] * 100))
-    said.append(f"best arm {best['arm']}, {size_text(int(best['bytes']))} in one descriptor: {percent} % of a copy")
+    for r in share.tail(1).to_dict("records"):
+        percent = span(*(r[f"share{e}"] * 100 for e in ("", "_low", "_high")))
+        said.append(f"best arm {r['arm']}, {size_text(r['bytes'])} in one descriptor: {percent} % of a copy")
     if run.manifest["outcome"] == "contradicted":
         said.insert(0, "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])))
     numbers = {"predictions": checks, "shares": share.to_dict("records"), "gains": gained.to_dict("records")}

@@ -15,7 +15,8 @@ OVER = {"ipc": "cuda_ipc", "memory": "cma", "road": "tcp"}
 
 def made(tmp_path, slow, memory="DRAM", threads=0, rounds=10):
     """A run whose pulls take 1 ms and ``slow[arm]`` us more a descriptor; a copy takes 0.5 ms."""
-    own = {"arms": [{"label": arm} for arm in slow], "memory": memory, "varied_descriptor_bytes": [128 << 10]}
+    own = {"arms": [{"label": arm} for arm in slow], "memory": memory, "shape": "scattered", "in_flight": 1}
+    own |= {"poll_interval_ms": 0}
     run = runs.create("descriptor-shape", own, run_dir=tmp_path / "run")
     rows, limits = [], []
     for r in range(rounds):
@@ -100,6 +101,15 @@ def test_variations_are_told_from_plain_cells_and_held_against_them(tmp_path):
     found = view.ratios(run)
     assert found[["over", "arm", "descriptor_bytes"]].to_numpy().tolist() == [["ipc", "contiguous", 1 << 17]]
     assert found["ratio"][0] == pytest.approx(5000 / 33000)
+
+
+def test_a_run_without_limits_and_variations_still_reads(tmp_path):
+    run = made(tmp_path, {"ipc": 4000.0})
+    run.write("pulls", run.table("pulls").query("not case.str.contains('contiguous')"))
+    (run.path / "limits.parquet").unlink()
+    assert view.variations_chart(run) == "no variations were measured"
+    assert view.shares(run).empty and "copy" not in view.verdict(run)[0]
+    assert "GB/s" in view.rate_chart(run)._repr_mimebundle_()["image/svg+xml"]
 
 
 def test_threads_part_the_model_at_nixls_split():
