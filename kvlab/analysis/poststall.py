@@ -1,11 +1,11 @@
 """Does a post hold up running requests: the gap that a pull's post fell into, against the post.
 
-The worker that posts a pull's reads is the one that runs the engine's steps, so the prediction is
-``gap = step + post``: a slope of 1.  Where the transport copies inside the post (cma) the copy is part of it.
+The worker that posts a pull's reads also runs the engine's steps, so the prediction is ``gap = step + post``: a slope
+of 1.  Where the transport copies inside the post (cma) the copy is part of it.
 
-The ring tells a pull's start within ``start_uncertainty_s`` only, so a pull gets the longest gap of any running
-request that its post *may* have fallen into.  The longest of several gaps is more than an ordinary step even where
-nothing happened; ``control_ms`` is the same window, moved to the control phase, and shows by how much.
+A pull's start is known within ``start_uncertainty_s`` only, so it gets the longest gap of a running request that its
+post *may* have fallen into.  That is more than an ordinary step even where nothing happened; ``control_ms``, the same
+window moved to the control phase, shows by how much.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from numpy.typing import NDArray
 
 from kvlab.analysis import compare
 from kvlab.analysis.split import CONFIDENCE, warm
@@ -22,7 +22,7 @@ from kvlab.errors import BadInput
 
 #: what one phase ``pull`` and its control share
 KEY = ["arm", "start", "pulled_tokens", "repetition"]
-DRAWS = 2000
+DRAWS = 1000
 #: a start known no better than this could be in anyone's gap
 MOST_UNCERTAINTY_S = 0.1
 #: a slope this near 1 counts as 1, and must be known this well
@@ -48,9 +48,8 @@ def gaps(requests: pd.DataFrame) -> pd.DataFrame:
 def met(pulls: pd.DataFrame, requests: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each gap that posts fell into: ``post_ms`` (their sum), ``gap_ms`` and ``control_ms``.
 
-    Columns besides: :data:`KEY`, ``pulls`` (that fell into it), ``descriptors``, ``bytes``, ``uncertainty_ms``.  Left
-    out: pulls past the running requests' end, and those whose start is known worse than :data:`MOST_UNCERTAINTY_S`.
-    BadInput when nothing is left.
+    Columns besides: :data:`KEY`, ``pulls`` (that fell into it), ``descriptors``, ``bytes``, ``uncertainty_ms``.  Pulls
+    past the running requests' end or less certain than :data:`MOST_UNCERTAINTY_S` are left out; BadInput: none is left.
     """
     own = _keyed(warm(pulls).drop(columns="pulled_tokens", errors="ignore").rename(columns={"prompt_tokens": KEY[2]}))
     own = own[(own["kind"] == "pull") & (own["start_uncertainty_s"].fillna(0) <= MOST_UNCERTAINTY_S)]
@@ -72,50 +71,41 @@ def met(pulls: pd.DataFrame, requests: pd.DataFrame, phases: pd.DataFrame) -> pd
     if own.empty:
         raise BadInput("no pull's post fell into a gap of a running request: the steady load ended before the pulls")
     own = own.assign(post_ms=own["post_us"] / 1e3, uncertainty_ms=own["start_uncertainty_s"].fillna(0) * 1e3)
-    out = own.groupby([*KEY, "pull_end_s"], as_index=False).agg(
-        post_ms=("post_ms", "sum"),
-        gap_ms=("pull_ms", "max"),
-        control_ms=("control_ms", "max"),
-        pulls=("pull", "size"),
-        descriptors=("descriptors", "sum"),
-        bytes=("bytes", "sum"),
-        uncertainty_ms=("uncertainty_ms", "max"),
-    )
-    return out.drop(columns="pull_end_s")
+    sums, most = ("post_ms", "descriptors", "bytes"), ("pull_ms", "control_ms", "uncertainty_ms")
+    how = {"pull": "size", **dict.fromkeys(sums, "sum"), **dict.fromkeys(most, "max")}
+    out = own.groupby([*KEY, "pull_end_s"]).agg(how).reset_index().drop(columns="pull_end_s")
+    return out.rename(columns={"pull_ms": "gap_ms", "pull": "pulls"})
 
 
 def fit(found: pd.DataFrame, value: str = "gap_ms", seed: int = 1) -> dict[str, Any]:
     """Fit ``value = a_ms + b * post_ms`` to rows of :func:`met`: ``b`` and ``a_ms`` with ``_low`` and ``_high``, ``n``.
 
-    Theil and Sen's slope (median of the slopes between all pairs), which a few long gaps of another cause do not
-    bend.  The interval resamples whole repetitions (an arm's, of one start), ``blocks`` of them; below six it is nan.
+    Theil and Sen's line, which a few long gaps of another cause do not bend.  The interval resamples whole repetitions
+    (an arm's, of one start), ``blocks`` of them; below six it is nan.
     """
     blocks = [g[["post_ms", value]].dropna().to_numpy(float) for _, g in found.groupby(["arm", "start", "repetition"])]
     blocks = [b for b in blocks if len(b)]
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(0, len(blocks), (DRAWS, len(blocks)))
+    picks = np.random.default_rng(seed).integers(0, len(blocks), (DRAWS, len(blocks)))
     drawn = [_line(np.concatenate([blocks[i] for i in pick])) for pick in picks]
     ends = np.nanquantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     ends = ends if len(blocks) >= compare.FEWEST else np.full_like(ends, np.nan)
-    (b, a), n = _line(np.concatenate(blocks)), sum(map(len, blocks))
-    numbers: dict[str, Any] = {"b": b, "b_low": ends[0, 0], "b_high": ends[1, 0]}
-    numbers |= {"a_ms": a, "a_low_ms": ends[0, 1], "a_high_ms": ends[1, 1]}
-    return {k: float(v) for k, v in numbers.items()} | {"n": n, "blocks": len(blocks)}
+    values = np.vstack([_line(np.concatenate(blocks)), ends]).T.ravel()
+    names = ("b", "b_low", "b_high", "a_ms", "a_low_ms", "a_high_ms")
+    line: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
+    return line | {"n": sum(map(len, blocks)), "blocks": len(blocks)}
 
 
-def _line(xy: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
-    x, y = xy.T
-    if len(np.unique(x)) < 2:
-        return (np.nan, np.nan)
-    line = stats.theilslopes(y, x)
-    return float(line.slope), float(line.intercept)
+def _line(xy: NDArray[np.float64]) -> tuple[float, float]:
+    x, y = xy.T  # scipy's theilslopes warns where all y are the same, and is slow
+    run, rise = (np.subtract.outer(v, v)[np.triu_indices(len(v), 1)] for v in (x, y))
+    b = float(np.median(rise[run != 0] / run[run != 0])) if run.any() else np.nan
+    return b, float(np.median(y) - b * np.median(x))
 
 
 def contrast(requests: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return (a row a phase: ``longest_ms``, the median over its requests; ratios of pull to control for each arm).
 
-    Requests of one phase meet the same stalls, so a phase counts once; ratios pair the phases of one repetition and
-    prompt length (:func:`kvlab.analysis.compare.ratios`: signed ranks).
+    A phase counts once, since its requests meet the same stalls; ratios pair the phases of one repetition and length.
     """
     rows = _keyed(warm(requests))
     phases = rows.groupby([*KEY, "kind"]).agg(longest_ms=("longest_gap_ms", "median")).reset_index()
@@ -128,8 +118,7 @@ def contrast(requests: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 def judge(line: dict[str, Any]) -> str:
     """Say of the prediction b = 1, from the interval of b: refuted, holds, or unresolved.
 
-    Refuted: it keeps clear of 1 +- :data:`NEAR` (the longest of several gaps flattens the line by a percent or so).
-    Holds: it touches that and lies within 1 +- :data:`KNOWN`; all else, and an interval that is nan, is unresolved.
+    Refuted: it keeps clear of 1 +- :data:`NEAR`.  Holds: it touches that and lies within 1 +- :data:`KNOWN`.
     """
     low, high = line["b_low"], line["b_high"]
     if low > 1 + NEAR or high < 1 - NEAR:

@@ -8,19 +8,13 @@ import altair as alt
 import great_tables as gt
 import pandas as pd
 
-from kvlab import charts, published, runs, tables
+from kvlab import charts, tables
 from kvlab.analysis import compare, stalls
 from kvlab.runs import Run
 
 BY = ("arm", "chunk_tokens", "rate_rps")
 TUNED = "tuned replicas"
-GPU = "chunk_first/h200-one-gpu"
-_GAPS = {"gap_p10_ms": "p10 (ms)", "gap_median_ms": "Median (ms)", "gap_p90_ms": "p90 (ms)"}
-
-
-def gpu() -> Run:
-    """Return the recording from one GPU."""
-    return runs.load(GPU)
+GAPS = {"gap_p10_ms": "p10 (ms)", "gap_median_ms": "Median (ms)", "gap_p90_ms": "p90 (ms)"}
 
 
 def _disaggregated(run: Run) -> str:
@@ -44,17 +38,17 @@ def _caption(run: Run, rows: pd.DataFrame) -> str:
     )
 
 
-def stall_table(rows: pd.DataFrame) -> gt.GT:
+def stall_table(rows: pd.DataFrame, name: str = "stalls") -> gt.GT:
     """Show stalls, first token and throughput beside the system-wide p99, and whose stall that p99 hides."""
     return tables.show(
         rows,
-        "stalls",
+        name,
         title="Longest gap of each request, beside the p99 of all gaps",
         labels={"arm": "Configuration", "rate_rps": "Requests/s", "n": "Requests", "failed": "Failed"}
-        | {k: f"Longest gap, {v}" for k, v in _GAPS.items()}
+        | {k: f"Longest gap, {v}" for k, v in GAPS.items()}
         | {"itl_p99_ms": "ITL p99 (ms)", "hidden": "Stalls above p99", "ttft_ms": "TTFT, median (ms)"}
         | {"output_tokens_per_s": "Output tokens/s"},
-        decimals=dict.fromkeys(_GAPS, 0) | {"itl_p99_ms": 0, "ttft_ms": 0, "output_tokens_per_s": 0, "rate_rps": 1},
+        decimals=dict.fromkeys(GAPS, 0) | {"itl_p99_ms": 0, "ttft_ms": 0, "output_tokens_per_s": 0, "rate_rps": 1},
         percent=("hidden",),
         note="ITL p99 pools the gaps of all requests. Stalls above p99: share of requests whose longest gap is longer "
         "than it, so that it says nothing of them. 1P1D: what its decode engine does while it pulls.",
@@ -68,7 +62,7 @@ def stall_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
     x = alt.X("gap_p10_ms:Q", title="Longest gap of a request (ms, log scale)", scale=alt.Scale(type="log"))
     span = base.mark_rule(strokeWidth=3, color=charts.DRAIN).encode(x=x, x2="gap_p90_ms:Q")
     middle = base.mark_point(filled=True, size=90, opacity=1, color=charts.DRAIN).encode(
-        x="gap_median_ms:Q", tooltip=["arm", "rate_rps", *_GAPS, "itl_p99_ms", "hidden", "n"]
+        x="gap_median_ms:Q", tooltip=["arm", "rate_rps", *GAPS, "itl_p99_ms", "hidden", "n"]
     )
     p99 = base.mark_tick(thickness=3, size=22, color=charts.POST).encode(x="itl_p99_ms:Q")
     heading = charts.title(
@@ -149,69 +143,6 @@ def heat_map(ranked: pd.DataFrame, run: Run) -> charts.Shown:
     heading = charts.title("Tuned replicas against 1P1D over pairs of limits", run, caption)
     size = {"width": charts.WIDTH, "height": 22 * rows["gap_limit_ms"].nunique()}
     return charts.show((tiles + words).properties(**size, title=heading), "ranking", run)
-
-
-def _bars(run: Run, where: str) -> pd.DataFrame:
-    rows = summary(run)
-    rows = rows[rows["replicas"]]
-    return rows[["rate_rps", "chunk_tokens", *_GAPS]].assign(where=where, status="measured", source=run.id)
-
-
-def beside(run: Run) -> pd.DataFrame:
-    """Return longest gaps by chunk: this run, the recording from one GPU, and the published bars, with their status."""
-    known = published.load("chunk_stall").rename(
-        columns={"max_num_batched_tokens": "chunk_tokens", "rate_per_gpu_rps": "rate_rps"}
-    )
-    known["where"] = known["model"] + ", " + known["workload"]
-    parts = [_bars(run, "this run"), _bars(gpu(), "one H200, Llama-8B shape"), known]
-    if run.path == gpu().path:
-        parts = parts[1:]
-    rows = pd.concat(parts, ignore_index=True)
-    rows["where"] += rows["rate_rps"].map(lambda r: f", {r:g} requests/s")
-    return rows[["where", "chunk_tokens", *_GAPS, "status", "source"]]
-
-
-def beside_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
-    """Draw the bars of :func:`beside`: a panel a source, each with a scale of its own."""
-    y = alt.Y("chunk_tokens:O", title="Chunk", sort="descending")
-    base = alt.Chart(rows).encode(y=y, tooltip=["where", "chunk_tokens", *_GAPS, "status", "source"])
-    bars = base.mark_bar(height={"band": 0.7}).encode(
-        x=alt.X("gap_median_ms:Q", title="Longest gap (ms)"),
-        color=alt.Color("status:N", title="", scale=alt.Scale(domain=["measured", "figure"], range=charts.PALETTE[:2])),
-    )
-    span = base.mark_rule(strokeWidth=1.5).encode(x="gap_p10_ms:Q", x2="gap_p90_ms:Q")
-    order = list(dict.fromkeys(rows["where"]))
-    caption = "bar: median, line: p10 to p90 of the requests' longest gaps; figure: read off a published figure"
-    chart = (
-        alt.layer(bars, span)
-        .properties(width=250, height=90)
-        .facet(facet=alt.Facet("where:N", sort=order, title=None), columns=2)
-        .resolve_scale(x="independent", y="independent")
-        .properties(title=charts.title("The same question elsewhere", run, caption))
-    )
-    return charts.show(chart, "beside_published", run)
-
-
-def steps_table(*found: Run) -> gt.GT | str:
-    """Show the measured steps of the runs that have any: a chunk of a long prompt beside one running request."""
-    parts = [r.table("steps").assign(run=r.id) for r in found if r.has("steps")]
-    if not parts:
-        return "no step times were measured"
-    keys = ["run", "arm", "prompt_tokens", "prefix_tokens", "chunk_tokens"]
-    rows = pd.concat(parts).groupby(keys, as_index=False).agg(n=("step_ms", "size"), step_ms=("step_ms", "median"))
-    labels = {
-        "run": "Run",
-        "arm": "Configuration",
-        "prefix_tokens": "Tokens before",
-        "chunk_tokens": "Tokens in the step",
-    }
-    return tables.show(
-        rows,
-        "steps",
-        title="Steps that carry a chunk: fixed cost, cost a token, and attention over the prefix",
-        labels=labels | {"n": "Seen", "step_ms": "Median step (ms)"},
-        decimals={"prefix_tokens": 0, "chunk_tokens": 0, "step_ms": 1},
-    )
 
 
 def conclude(run: Run, rows: pd.DataFrame, ranked: pd.DataFrame) -> str:

@@ -17,12 +17,14 @@ from kvlab.views import arms
 
 
 class Found:
-    """What analysis makes of a run, once: ``met``, ``line``, ``phases``, ``ratios``, ``step_ms`` by arm."""
+    """What analysis makes of a run, done once."""
 
     def __init__(self, run: Run) -> None:
         requests = run.table("requests")
         self.met = poststall.met(run.table("pulls"), requests, run.table("phases"))
         self.line = poststall.fit(self.met)
+        #: the same fit to the same windows of the control phases: 0 where nothing but the pull lengthens gaps
+        self.placebo = poststall.fit(self.met, "control_ms")
         self.phases, self.ratios = poststall.contrast(requests)
         every = poststall.gaps(requests)
         control = every[every["kind"] == "control"]
@@ -45,15 +47,10 @@ def _caption(run: Run, found: Found) -> str:
 
 def table(found: Found, run: Run) -> gt.GT:
     """Show, for each arm and prompt length: descriptors, post, the gap it fell into, the same window of the control."""
-    rows = found.met.groupby(["arm", "pulled_tokens"], as_index=False).agg(
-        n=("pulls", "sum"),
-        descriptors=("descriptors", "median"),
-        mib=("bytes", lambda b: b.median() / 2**20),
-        post_ms=("post_ms", "median"),
-        gap_ms=("gap_ms", "median"),
-        control_ms=("control_ms", "median"),
-        uncertainty_ms=("uncertainty_ms", "median"),
-    )
+    times = ["post_ms", "gap_ms", "control_ms", "uncertainty_ms"]
+    grouped = found.met.groupby(["arm", "pulled_tokens"])
+    rows = grouped[["descriptors", "bytes", *times]].median().assign(n=grouped["pulls"].sum()).reset_index()
+    rows["mib"] = rows["bytes"] / 2**20
     rows["step_ms"] = rows["arm"].map(found.step_ms)
     rows["over_ms"] = rows["gap_ms"] - rows["control_ms"]
     order = {a: i for i, a in enumerate(arms(run))}
@@ -75,8 +72,7 @@ def table(found: Found, run: Run) -> gt.GT:
             "step_ms": "Ordinary step (ms)",
             "uncertainty_ms": "Start known to ± (ms)",
         },
-        decimals={"pulled_tokens": 0, "descriptors": 0, "mib": 0}
-        | dict.fromkeys(("post_ms", "gap_ms", "control_ms", "over_ms", "step_ms", "uncertainty_ms"), 1),
+        decimals={"pulled_tokens": 0, "descriptors": 0, "mib": 0} | dict.fromkeys([*times, "over_ms", "step_ms"], 1),
         note="Ordinary step: median gap of the control phases. The gap is the longest that the post may have fallen "
         "into, so even the same window of the control is longer than an ordinary step. Prediction: difference = post.",
     )
@@ -95,12 +91,15 @@ def chart(found: Found, run: Run) -> charts.Shown:
         ]
     )
     rows = found.met.assign(case=found.met["pulled_tokens"].map(charts.lengths) + " prompt")
+    cases = list(dict.fromkeys(rows.sort_values("pulled_tokens")["case"]))
     axis = {"x": alt.X("post_ms:Q", title="Post of the pull (ms)"), "y": alt.Y("gap_ms:Q", title="Longest gap (ms)")}
     tips = ["arm", "case", "post_ms", "gap_ms", "control_ms", "descriptors", "uncertainty_ms"]
     points = (
         alt.Chart(rows)
         .mark_point(filled=True, size=60, opacity=0.75)
-        .encode(**axis, color=charts.arm_colour(arms(run)), shape=alt.Shape("case:N", title=""), tooltip=tips)
+        .encode(
+            **axis, color=charts.arm_colour(arms(run)), shape=alt.Shape("case:N", title="", sort=cases), tooltip=tips
+        )
     )
     dashes = alt.StrokeDash("line:N", title="", scale=alt.Scale(domain=[fitted, lines["line"].iloc[-1]]))
     drawn = alt.Chart(lines).mark_line(color=charts.LIMIT).encode(**axis, strokeDash=dashes)
@@ -114,13 +113,14 @@ def contrast_chart(found: Found, run: Run) -> charts.Shown:
     names = {"pull": "with pulls", "control": "control: same prefills, no pull"}
     rows = found.phases.assign(kind=found.phases["kind"].map(names))
     rows["case"] = rows["pulled_tokens"].map(charts.lengths) + " prompts"
+    cases = list(dict.fromkeys(rows.sort_values("pulled_tokens")["case"]))
     kinds = list(names.values())
     points = (
         alt.Chart(rows)
         .mark_point(filled=True, size=70, opacity=0.75)
         .encode(
             x=alt.X("longest_ms:Q", title="Longest gap of a running request (ms, median of the phase's requests)"),
-            y=alt.Y("case:N", title=None),
+            y=alt.Y("case:N", title=None, sort=cases),
             yOffset=alt.YOffset("kind:N", sort=kinds),
             color=alt.Color("kind:N", title="", scale=alt.Scale(domain=kinds, range=[charts.POST, charts.DRAIN])),
             tooltip=["arm", "case", "kind", "longest_ms", "repetition"],
@@ -170,14 +170,16 @@ def related_table() -> gt.GT:
     )
 
 
+def _span(line: dict[str, Any]) -> str:
+    return f"{line['b']:.2f}" + (f" ({line['b_low']:.2f} to {line['b_high']:.2f})" if line["b_low"] > -np.inf else "")
+
+
 def conclude(found: Found, run: Run) -> str:
     """Say whether gap = step + post holds here, and what pulls did to the longest gaps; write summary.json."""
     line, outcome = found.line, poststall.judge(found.line)
-    span = f"{line['b']:.2f}" + (
-        f" ({line['b_low']:.2f} to {line['b_high']:.2f})" if line["b_low"] == line["b_low"] else ""
-    )
     words = {"holds": "holds", "refuted": "is REFUTED", "unresolved": "is not resolved"}[outcome]
-    parts = [f"the prediction of slope 1 {words}: a gap grows by {span} ms for each ms of post it meets"]
+    parts = [f"the prediction of slope 1 {words}: a gap grows by {_span(line)} ms for each ms of post it meets"]
+    parts.append(f"the same windows of the control, where nothing is pulled, grow by {_span(found.placebo)}")
     for row in found.ratios.itertuples():
         sure = "" if row.different else ", not resolved"
         parts.append(f"{row.arm}: longest gaps {row.ratio:.2f} times those of the control{sure}")
@@ -189,6 +191,11 @@ def conclude(found: Found, run: Run) -> str:
         verdict = (
             "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])) + ". " + verdict
         )
-    numbers: dict[str, Any] = {"prediction": outcome, "fit": line, "ratios": found.ratios.to_dict("records")}
+    numbers: dict[str, Any] = {
+        "prediction": outcome,
+        "fit": line,
+        "control": found.placebo,
+        "ratios": found.ratios.to_dict("records"),
+    }
     run.conclude(verdict, **numbers, step_ms=found.step_ms.to_dict())
     return verdict

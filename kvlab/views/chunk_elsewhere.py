@@ -1,0 +1,81 @@
+"""chunk-first beside others: the recording from one GPU and the published bars, each with its status."""
+
+from __future__ import annotations
+
+import altair as alt
+import great_tables as gt
+import pandas as pd
+
+from kvlab import charts, published, runs, tables
+from kvlab.runs import Run
+from kvlab.views.chunk_first import GAPS, summary
+
+GPU = "chunk_first/h200-one-gpu"
+
+
+def gpu() -> Run:
+    """Return the recording from one GPU."""
+    return runs.load(GPU)
+
+
+def _bars(run: Run, where: str) -> pd.DataFrame:
+    rows = summary(run)
+    rows = rows[rows["replicas"]]
+    return rows[["rate_rps", "chunk_tokens", *GAPS]].assign(where=where, status="measured", source=run.id)
+
+
+def beside(run: Run) -> pd.DataFrame:
+    """Return longest gaps by chunk: this run, the recording from one GPU, and the published bars, with their status."""
+    known = published.load("chunk_stall").rename(
+        columns={"max_num_batched_tokens": "chunk_tokens", "rate_per_gpu_rps": "rate_rps"}
+    )
+    known["where"] = known["model"] + ", " + known["workload"]
+    parts = [_bars(run, "this run"), _bars(gpu(), "one H200, Llama-8B shape"), known]
+    if run.path == gpu().path:
+        parts = parts[1:]
+    rows = pd.concat(parts, ignore_index=True)
+    rows["where"] += rows["rate_rps"].map(lambda r: f", {r:g} requests/s")
+    return rows[["where", "chunk_tokens", *GAPS, "status", "source"]]
+
+
+def beside_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
+    """Draw the bars of :func:`beside`: a panel a source, each with a scale of its own."""
+    y = alt.Y("chunk_tokens:O", title="Chunk", sort="descending")
+    base = alt.Chart(rows).encode(y=y, tooltip=["where", "chunk_tokens", *GAPS, "status", "source"])
+    bars = base.mark_bar(height={"band": 0.7}).encode(
+        x=alt.X("gap_median_ms:Q", title="Longest gap (ms)"),
+        color=alt.Color("status:N", title="", scale=alt.Scale(domain=["measured", "figure"], range=charts.PALETTE[:2])),
+    )
+    span = base.mark_rule(strokeWidth=1.5).encode(x="gap_p10_ms:Q", x2="gap_p90_ms:Q")
+    order = list(dict.fromkeys(rows["where"]))
+    caption = "bar: median, line: p10 to p90 of the requests' longest gaps; figure: read off a published figure"
+    chart = (
+        alt.layer(bars, span)
+        .properties(width=250, height=90)
+        .facet(facet=alt.Facet("where:N", sort=order, title=None), columns=2)
+        .resolve_scale(x="independent", y="independent")
+        .properties(title=charts.title("The same question elsewhere", run, caption))
+    )
+    return charts.show(chart, "beside_published", run)
+
+
+def steps_table(*found: Run) -> gt.GT | str:
+    """Show the measured steps of the runs that have any: a chunk of a long prompt beside one running request."""
+    parts = [r.table("steps").assign(run=r.id) for r in found if r.has("steps")]
+    if not parts:
+        return "no step times were measured"
+    keys = ["run", "arm", "prompt_tokens", "prefix_tokens", "chunk_tokens"]
+    rows = pd.concat(parts).groupby(keys, as_index=False).agg(n=("step_ms", "size"), step_ms=("step_ms", "median"))
+    labels = {
+        "run": "Run",
+        "arm": "Configuration",
+        "prefix_tokens": "Tokens before",
+        "chunk_tokens": "Tokens in the step",
+    }
+    return tables.show(
+        rows,
+        "steps",
+        title="Steps that carry a chunk: fixed cost, cost a token, and attention over the prefix",
+        labels=labels | {"n": "Seen", "step_ms": "Median step (ms)"},
+        decimals={"prefix_tokens": 0, "chunk_tokens": 0, "step_ms": 1},
+    )

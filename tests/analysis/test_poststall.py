@@ -1,0 +1,106 @@
+"""The gap a post fell into: tables made by hand, where every step is 10 ms and a step with a post is longer."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvlab.analysis import poststall
+from kvlab.errors import BadInput
+
+ARM = {"arm": "a", "start": 0, "warmup": False}
+
+
+def tables(slope, *, repetitions=8, posts_ms=(5.0, 20.0, 40.0), uncertainty_s=0.004):
+    """Steps of 10 ms; pull k is posted in step 20 * (k + 1), which gets ``slope`` times the post longer."""
+    requests, pulls, phases, begin = [], [], [], 100.0
+    for repetition in range(repetitions):
+        for kind in ("pull", "control"):
+            name = {**ARM, "phase": f"{kind} 512", "repetition": repetition}
+            gaps = np.full(100, 10.0)
+            for k, post in enumerate(posts_ms if kind == "pull" else ()):
+                at = 20 * (k + 1)
+                start = begin + (50 + gaps[:at].sum() + 5) / 1e3  # 5 ms into the step
+                gaps[at] += slope * post
+                pulls.append({**name, "prompt_tokens": 512, "start_s": start, "start_uncertainty_s": uncertainty_s})
+                pulls[-1] |= {"post_us": post * 1e3, "xfer_us": post * 1e3, "bytes": 1000, "descriptors": 7}
+            same = {
+                "start_s": begin,
+                "ttft_ms": 50.0,
+                "gaps_ms": list(gaps),
+                "longest_gap_ms": gaps.max(),
+                "error": None,
+            }
+            requests += [{**name, "request": f"{kind}{repetition}{i}", "pulled_tokens": 512, **same} for i in range(2)]
+            phases.append({**name, "pulled_tokens": 512, "start_s": begin})
+            begin += 10
+    return pd.DataFrame(pulls), pd.DataFrame(requests), pd.DataFrame(phases)
+
+
+def test_a_stalled_step_is_step_plus_post():
+    found = poststall.met(*tables(1))
+    assert len(found) == 24
+    assert found["gap_ms"].tolist() == pytest.approx([10 + p for p in (5, 20, 40)] * 8)
+    assert found["control_ms"].tolist() == pytest.approx([10] * 24)
+    assert found["descriptors"].eq(7).all()
+
+
+@pytest.mark.parametrize(("slope", "said"), [(1, "holds"), (0, "refuted"), (2, "refuted")])
+def test_fit_and_verdict(slope, said):
+    line = poststall.fit(poststall.met(*tables(slope)))
+    assert line["b"] == pytest.approx(slope, abs=1e-9)
+    assert line["a_ms"] == pytest.approx(10)
+    assert (line["n"], line["blocks"]) == (24, 8)
+    assert poststall.judge(line) == said
+
+
+def test_few_repetitions_leave_it_unresolved():
+    line = poststall.fit(poststall.met(*tables(1, repetitions=3)))
+    assert line["b"] == pytest.approx(1)
+    assert np.isnan(line["b_low"])
+    assert poststall.judge(line) == "unresolved"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.95, 1.05, "holds"),
+        (0.6, 0.92, "holds"),
+        (0.2, 0.89, "refuted"),
+        (1.11, 1.4, "refuted"),
+        (0.1, 1.2, "unresolved"),
+        (0.9, 1.6, "unresolved"),
+        (np.nan, np.nan, "unresolved"),
+    ],
+)
+def test_judge(low, high, said):
+    assert poststall.judge({"b_low": low, "b_high": high}) == said
+
+
+def test_posts_in_one_gap_are_added():
+    pulls, requests, phases = tables(1, repetitions=1, posts_ms=(20.0,))
+    found = poststall.met(pd.concat([pulls, pulls], ignore_index=True), requests, phases)
+    assert found[["post_ms", "pulls", "gap_ms"]].to_numpy().tolist() == [[pytest.approx(40), 2, pytest.approx(30)]]
+
+
+def test_pulls_that_met_nobody_or_are_uncertain_are_left_out():
+    pulls, requests, phases = tables(1)
+    assert len(poststall.met(pulls.assign(start_uncertainty_s=[0.2] + [0.001] * 23), requests, phases)) == 23
+    assert len(poststall.met(pulls.assign(phase=[None] + ["pull 512"] * 23), requests, phases)) == 23
+    assert len(poststall.met(pulls.assign(warmup=[True] * 3 + [False] * 21), requests, phases)) == 21
+    with pytest.raises(BadInput, match="steady load ended before the pulls"):
+        poststall.met(pulls.assign(start_s=1e6), requests, phases)
+
+
+def test_contrast_pairs_phases():
+    phases, ratios = poststall.contrast(tables(1)[1])
+    assert len(phases) == 16
+    row = ratios.iloc[0]
+    assert (row["arm"], row["n"], row["method"]) == ("a", 8, "paired blocks")
+    assert row["ratio"] == pytest.approx(50 / 10)
+    # All eight differences have one sign: 2 / 2^8.
+    assert row["p_value"] == pytest.approx(2 / 256)
+    assert row["different"]
+
+
+def test_contrast_without_effect():
+    assert not poststall.contrast(tables(0)[1])[1]["different"].any()
