@@ -393,36 +393,43 @@ class ChunkFirst(EngineParams):
 class TcpCrossover(EngineParams):
     """tcp-crossover: step times and transfer at short inputs, the crossover predicted from them, then measured."""
 
+    #: few KV heads and many layers: a step costs much beside its tokens, and a token's KV is small (2 KiB)
+    stand_in: Annotated[dict[str, Any], BeforeValidator(_structured)] = {
+        "layers": 8, "hidden": 256, "heads": 2, "kv_heads": 1, "head_dim": 64, "intermediate": 512,
+    }  # fmt: skip
+    max_model_len: Count | None = 8192
+    max_num_seqs: Count | None = 8
     #: chunks (max-num-batched-tokens) of the replicas that are calibrated, each with its own start
-    chunk_tokens: Counts = [256, 64]
+    chunk_tokens: Counts = [512, 128, 32]
     #: prompts whose steps are timed at each chunk: the attention cost is known as far as the longest
-    step_prompt_tokens: Counts = [512, 2048]
+    step_prompt_tokens: Counts = [1024, 4096]
     step_repetitions: Count = 3
     #: short inputs at which TTFT is measured on both sides
-    calibrate_tokens: Counts = [256, 512]
+    calibrate_tokens: Counts = [256, 512, 1024]
     #: inputs of the check, on both sides of the crossover that is expected
-    check_tokens: Counts = [512, 4096]
+    check_tokens: Counts = [512, 1792, 6144]
     #: a prefill and a decode engine with the shaped link between them; off where there is room for one engine only
     one_p_one_d: bool = True
     #: the prefill chunk of 1P1D
-    pd_chunk_tokens: Count = 8192
-    #: rates of the link at calibration and at the check, in turn
-    rates_gbps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.1, 0.4]
+    pd_chunk_tokens: Count = 512
+    #: rates of the link, at the calibration and at the check, in turn
+    rates_gbps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.2, 0.8]
     #: requests of one kind in a repetition, one at a time
     requests: Count = 2
-    repetitions: Count = 4
+    repetitions: Count = 6
     #: longest gap that a replica may make between two tokens: sets its chunk
-    gap_limit_ms: Positive = 50
+    gap_limit_ms: Positive = 30
     #: None: no limit
     ttft_limit_ms: Positive | None = None
     #: end of the input lengths looked at
-    most_tokens: Count = 16384
+    most_tokens: Count = 8192
     #: environment and expected transport of 1P1D; segments above UCX's own 8 KiB, which is slow over a veth pair
     pd_arm: Annotated[EngineArm, BeforeValidator(_structured)] = Field(
         default_factory=lambda: EngineArm(
             label="1P1D",
             env={"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"},
             expect="tcp",
+            nixl_threads=0,
         )
     )
 

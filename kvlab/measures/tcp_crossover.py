@@ -21,7 +21,7 @@ import pandas as pd
 
 from kvlab import kv_layout
 from kvlab.analysis import cases, steps
-from kvlab.engines import launch
+from kvlab.engines import cores, launch
 from kvlab.engines.load import Generator, Load
 from kvlab.engines.vllm import Command, Engine, cpu_sets
 from kvlab.measures.chunk_first import step_times
@@ -38,8 +38,8 @@ GRID_TOKENS = 64
 def replica(params: TcpCrossover, model: str, chunk: int) -> tuple[EngineArm, list[Engine]]:
     """Return the arm and the spec of one replica, with as many cores as each engine of the pair gets."""
     arm = EngineArm(label=f"replica, chunk {chunk}")
-    cores = "" if params.prefill_gpus else cpu_sets(2, sorted(os.sched_getaffinity(0)))[0]
-    return arm, [engine(params, arm, "replica", model, max_num_batched_tokens=chunk, cpu_set=cores)]
+    own = "" if params.prefill_gpus else cpu_sets(2, sorted(os.sched_getaffinity(0)))[0]
+    return arm, [engine(params, arm, "replica", model, max_num_batched_tokens=chunk, cpu_set=own)]
 
 
 def pair(params: TcpCrossover, model: str) -> list[Engine]:
@@ -151,6 +151,7 @@ def measure(params: TcpCrossover, run: Run) -> None:
             for chunk in progress([int(c) for c in order], "replicas"):
                 arm, specs = replica(params, model, chunk)
                 with bench.up(arm, specs, limit_s=params.start_limit_s) as engines:
+                    cores.keep(engines.cluster)
                     found.append(step_times(engines, whole_chunks(params, chunk), chunk, began).assign(arm=arm.label))
                     run.write("steps", pd.concat(found, ignore_index=True))
                     points.replica(engines, "calibrate", params.calibrate_tokens, chunk)
@@ -161,6 +162,7 @@ def measure(params: TcpCrossover, run: Run) -> None:
             for chunk in progress(sorted({c for c in chunks.values() if c}), "tuned replicas"):
                 arm, specs = replica(params, model, chunk)
                 with bench.up(arm, specs, start=1, limit_s=params.start_limit_s) as engines:
+                    cores.keep(engines.cluster)
                     points.replica(engines, "check", [n for n, c in chunks.items() if c == chunk], chunk)
 
 
@@ -169,6 +171,7 @@ def across(params: TcpCrossover, run: Run, bench: Bench, points: Points, model: 
     with Link(params.rates_gbps[0]) as link:
         places = dict(zip(("prefill", "decode"), link.places, strict=True))
         with bench.up(params.pd_arm, pair(params, model), places=places, limit_s=params.start_limit_s) as engines:
+            cores.keep(engines.cluster)
             if link.kind != "veth":
                 points.rates = [loopback_gbps(engines, max(params.calibrate_tokens))]
             run.update(link={"kind": link.kind, "reason": link.reason, "rates_gbps": points.rates})

@@ -22,6 +22,7 @@ FIXED, TOKEN, ATTENTION = 5.0, 0.05, 1e-6
 def asked(tmp_path: Path) -> params.TcpCrossover:
     values = {"model": str(StandIn(**SHAPE).path(tmp_path / "model")), "chunk_tokens": [256, 64], "out": str(tmp_path)}
     values |= {"rates_gbps": [0.1, 4], "gap_limit_ms": 15, "check_tokens": [256, 8192], "most_tokens": 16384}
+    values |= {"pd_chunk_tokens": 8192}
     made = params.validate("tcp-crossover", values)
     assert isinstance(made, params.TcpCrossover)
     return made
