@@ -11,8 +11,10 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvlab.engines.launch import Cluster
+if TYPE_CHECKING:
+    from kvlab.engines.launch import Cluster
 
 
 def parse(text: str) -> set[int]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.capture.vllm import scrape
-from kvlab.engines import guard, pd, versions, vllm
+from kvlab.engines import cores, guard, pd, versions, vllm
 from kvlab.engines import router as routers
 from kvlab.engines.router import Router
 from kvlab.engines.vllm import Command, Engine
@@ -241,6 +241,7 @@ def _wait_ready(cluster: Cluster, todo: list[Running], began: float, limit_s: fl
         cluster.check()
         for one in [one for one in todo if healthy(one.url)]:
             left = max(1.0, deadline - time.monotonic())
+            cores.keep(cluster)
             try:
                 pd.post(one.url + "/v1/completions", {"model": one.model, **body}, left)
             except RunFailed as error:
@@ -347,6 +348,7 @@ def up(
             if c.role == "router":
                 cluster.router = _start(c, lifeline, grace_s)
                 _wait_ready(cluster, [cluster.router], time.monotonic(), limit_s)
+        cores.keep(cluster)  # once more: threads of the first request
         watch = _Watch(cluster)
         try:
             yield cluster

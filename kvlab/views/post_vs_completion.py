@@ -11,9 +11,21 @@ from kvlab.runs import Run
 from kvlab.views import arms, baseline, caption, ordered
 
 
+def _known(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
+    """Call a post-bound arm synchronous where the evidence names shared memory, which copies inside the post.
+
+    Where descriptors of one size are pulled, times alone cannot tell a cost by the byte from one by the descriptor.
+    """
+    verdicts = run.table("verdicts")
+    pairs = zip(verdicts["arm"], verdicts["transport"], strict=True)
+    copies = {a for a, t in pairs if isinstance(t, str) and agrees(t, "shared memory")}
+    found = summary["arm"].isin(copies) & (summary["verdict"] == "post-bound")
+    return summary.assign(verdict=summary["verdict"].mask(found, "synchronous"))
+
+
 def split_table(summary: pd.DataFrame, run: Run) -> gt.GT:
     """Show medians of post, drain and pull with the pull's interval, a row an arm and prompt length."""
-    frame = ordered(summary, run)
+    frame = ordered(_known(summary, run), run)
     for name in ("post", "drain", "xfer", "xfer_low", "xfer_high"):
         frame[f"{name}_ms"] = frame[f"{name}_us"] / 1e3
     frame["interval"] = frame.apply(lambda r: f"{r['xfer_low_ms']:.1f} to {r['xfer_high_ms']:.1f}", axis=1)
@@ -113,7 +125,7 @@ def ratio_chart(ratios: pd.DataFrame, run: Run) -> charts.Shown:
 
 def conclude(run: Run, summary: pd.DataFrame, ratios: pd.DataFrame) -> str:
     """Say in words what the numbers say, arm by arm and against the prediction; write summary.json."""
-    sentences = []
+    sentences, summary = [], _known(summary, run)
     for arm in arms(run):
         rows = summary[summary["arm"] == arm]
         shares = rows["post_share"]
