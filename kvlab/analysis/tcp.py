@@ -62,6 +62,22 @@ def speedups(pulls: pd.DataFrame, baseline: str, by: tuple[str, ...] = ("link",)
     return rows[names]
 
 
+def first_piece(pulls: pd.DataFrame) -> pd.DataFrame:
+    """Return, for arms with threads, how fast a pull of one piece is against one too small to be a piece.
+
+    Both counts lie within a hundredth of each other (1,023 and 1,024), so that all that differs is the thread.
+    Columns: ``arm``, ``link``, ``below``, ``case``, ``n``, ``speedup``, ``low``, ``high``, ``different``.
+    """
+    near = _threads(pulls[(pulls["descriptors"] / PIECE - 1).abs() < 0.01])
+    below = near.loc[near["descriptors"] < PIECE, "case"].unique()[:1]
+    out = [
+        speedups(g.assign(arm=g["case"]), str(b)).rename(columns={"arm": "case"}).assign(arm=str(arm), below=str(b))
+        for b in below
+        for arm, g in near.groupby("arm", sort=False)
+    ]
+    return pd.concat(out, ignore_index=True) if out else pd.DataFrame(columns=["arm", "different"])
+
+
 def quantities(cells: pd.DataFrame) -> pd.DataFrame:
     """Return medians of what the connections did, a row an arm, link and case, a column a quantity."""
     done = cells[(cells["outcome"] == "completed") & (cells["quantity"] != "rate")]

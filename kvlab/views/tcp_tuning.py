@@ -43,6 +43,11 @@ def ordered(frame: pd.DataFrame, run: Run) -> pd.DataFrame:
     return keys.sort_values(["_link", "_arm", *more], kind="stable").drop(columns=["_link", "_arm"])
 
 
+def _once(link: pd.Series) -> pd.Series:
+    """Return the links' names, each at its first row only."""
+    return link.map(link_name).where(link.ne(link.shift()), "")
+
+
 def about_link(run: Run) -> str:
     """Say what the two processes had between them, and the kernel's TCP settings."""
     link = run.manifest["link"]
@@ -64,7 +69,7 @@ def rates_table(rows: pd.DataFrame, run: Run) -> gt.GT:
     alike = run.table("pulls").query("descriptors == @first")
     gains = tcp.speedups(alike, arms(run)[0])
     frame = rows.merge(gains.drop(columns="n").assign(descriptors=first), "left", ["arm", "link", "descriptors"])
-    frame["where"] = frame["link"].map(link_name)
+    frame["where"] = _once(frame["link"])
     frame["interval"] = [f"{a:.2f} to {b:.2f}" for a, b in zip(frame["gbps_low"], frame["gbps_high"], strict=True)]
     frame["gain"] = [
         None if pd.isna(s) else f"{s:.2f} ({a:.2f} to {b:.2f}){'' if d else ', not resolved'}"
@@ -131,7 +136,7 @@ def rate_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
 def connections_table(run: Run) -> gt.GT:
     """Show what the sender's connections did in a pull, from ``ss -ti``."""
     frame = ordered(tcp.quantities(run.table("cells")), run).reset_index(drop=True)
-    frame["where"] = frame["link"].map(link_name)
+    frame["where"], frame["case"] = _once(frame["link"]), frame["case"].str.removesuffix(" descriptors")
     return tables.show(
         frame,
         "connections",
@@ -139,7 +144,7 @@ def connections_table(run: Run) -> gt.GT:
         labels={
             "where": "Link",
             "arm": "Arm",
-            "case": "Pull",
+            "case": "Descriptors",
             "connections": "Connections used",
             "retransmits": "Retransmitted segments",
             "cwnd": "Congestion window (segments)",
@@ -194,6 +199,11 @@ def conclude(run: Run, rows: pd.DataFrame, found: pd.DataFrame) -> str:
     for r in rows.loc[rows.groupby("link", sort=False)["gbps"].idxmax()].to_dict("records"):
         best = f"{r['arm']} with {r['gbps']:.2f} Gbps, {r['share']:.0%} of a plain flow"
         parts.append(f"best median with {link_name(r['link'])}: {best}")
+    steps = tcp.first_piece(run.table("pulls")).query("different")
+    if len(steps):
+        each = [f"{s:.2f} ({a}, {link_name(k)})" for s, a, k in zip(steps.speedup, steps.arm, steps.link, strict=True)]
+        first = steps.iloc[0]
+        parts.append(f"{first['case']}, which go to a thread, are {', '.join(each)} times as fast as {first['below']}")
     bad = int((run.table("cells")["outcome"] != "completed").sum())
     parts.append(f"{bad} pulls hung or failed" if bad else "no pull hung or failed")
     over = "" if run.manifest["link"]["kind"] == "veth" else ", over loopback with no link to shape"

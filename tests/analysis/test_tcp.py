@@ -132,6 +132,16 @@ def test_an_interval_that_spans_what_the_claim_needs_is_not_resolved():
         assert answers(p)[claim, "none"][0] == tcp.UNRESOLVED
 
 
+def test_one_descriptor_more_is_held_against_the_pull_below_the_piece():
+    speeds = {("a, 4 threads", "none", n): g for n, g in ((1023, 4.0), (1024, 1.0), (4096, 9.0))}
+    (row,) = tcp.first_piece(pulls({**speeds, ("b", "none", 1023): 7.0})).to_dict("records")
+    assert (row["arm"], row["link"], row["case"], row["below"]) == (
+        "a, 4 threads", "none", "1,024 descriptors", "1,023 descriptors",
+    )  # fmt: skip
+    assert row["different"] and row["speedup"] == pytest.approx(0.25)
+    assert tcp.first_piece(pulls({("b", "none", 1023): 7.0})).empty
+
+
 def test_what_was_not_run_is_not_tested():
     found = answers(pulls({("16k", "none", 10): 2.0}))
     assert {a for a, _ in found.values()} == {tcp.UNTESTED}
