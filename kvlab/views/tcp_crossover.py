@@ -256,8 +256,10 @@ def steps_chart(run: Run) -> charts.Shown:
     return charts.show(chart, "steps", run)
 
 
-def check_chart(found: pd.DataFrame, run: Run) -> charts.Shown:
+def check_chart(found: pd.DataFrame, run: Run) -> charts.Shown | str:
     """Draw TTFT of 1P1D over that of replicas, predicted and measured, for each length and rate checked."""
+    if found.empty:
+        return "this run has no point of the check"
     parts = []
     for arm, names in (
         ("predicted", ["predicted", "predicted_low", "predicted_high"]),

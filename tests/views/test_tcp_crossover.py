@@ -156,3 +156,12 @@ def test_moving_a_slider_moves_the_window(page):
     words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--dump-dom"]
     dom = subprocess.run([*words, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
     assert "1P1D pays: 5,632 to 36,736 tokens" in dom
+
+
+def test_a_run_without_1p1d_is_read_too(run):
+    run.write("cells", run.table("cells").query("arm == 'replica' and case.str.startswith('calibrate')"))
+    models = view.models_of(run)
+    found = calibrate.check(models, calibrate.points(run.table("cells")))
+    assert view.check_chart(found, run) == "this run has no point of the check"
+    assert "no 1P1D" in view.fixed(run, models) and "measured afterwards" not in view.conclude(run, models, found)
+    assert "<svg" in view.here_chart(run, models, 4)._repr_mimebundle_()["image/svg+xml"]
