@@ -273,3 +273,22 @@ def test_probe_reports_what_ucx_said() -> None:
     chosen = params.PostVsCompletion.model_validate({"arms": [{"label": "x", "env": {"UCX_TLS": "sm,self"}}]})
     [seen] = check.arms(chosen, cpu(), live=True)
     assert "no active messages transport" in (seen.probe or {})["error"]
+
+
+def test_predictions_on_a_recorded_h200_are_what_the_probes_there_saw():
+    """Facts, predictions and live probes of one run of `kvlab check` on one H200, without NVLink and RDMA."""
+    import json
+    from pathlib import Path
+
+    from kvlab import params
+    from kvlab.predict import predict
+
+    recorded = json.loads((Path(__file__).parent / "data/check/h200_one_gpu.json").read_text())
+    given = params.read_file(params.resolve_file("post-vs-completion", "h200_one_gpu"))
+    arms = params.validate("post-vs-completion", given).arms
+    seen = {a["arm"]: a["probe"] for a in recorded["arms"]}
+    assert {a.label for a in arms} == set(seen)
+    for arm in arms:
+        found = predict(recorded["machine"], dict(arm.env), "VRAM")
+        assert seen[arm.label]["transport"] in found.transports, arm.label
+        assert found.emulated == seen[arm.label]["emulated"]
