@@ -21,7 +21,7 @@ import pandas as pd
 
 from kvlab import kv_layout
 from kvlab.analysis import cases, steps
-from kvlab.engines import cores, launch
+from kvlab.engines import launch
 from kvlab.engines.load import Generator, Load
 from kvlab.engines.vllm import Command, Engine, cpu_sets
 from kvlab.measures.chunk_first import step_times
@@ -151,7 +151,6 @@ def measure(params: TcpCrossover, run: Run) -> None:
             for chunk in progress([int(c) for c in order], "replicas"):
                 arm, specs = replica(params, model, chunk)
                 with bench.up(arm, specs, limit_s=params.start_limit_s) as engines:
-                    cores.keep(engines.cluster)
                     found.append(step_times(engines, whole_chunks(params, chunk), chunk, began).assign(arm=arm.label))
                     run.write("steps", pd.concat(found, ignore_index=True))
                     points.replica(engines, "calibrate", params.calibrate_tokens, chunk)
@@ -162,7 +161,6 @@ def measure(params: TcpCrossover, run: Run) -> None:
             for chunk in progress(sorted({c for c in chunks.values() if c}), "tuned replicas"):
                 arm, specs = replica(params, model, chunk)
                 with bench.up(arm, specs, start=1, limit_s=params.start_limit_s) as engines:
-                    cores.keep(engines.cluster)
                     points.replica(engines, "check", [n for n, c in chunks.items() if c == chunk], chunk)
 
 
@@ -171,7 +169,6 @@ def across(params: TcpCrossover, run: Run, bench: Bench, points: Points, model: 
     with Link(params.rates_gbps[0]) as link:
         places = dict(zip(("prefill", "decode"), link.places, strict=True))
         with bench.up(params.pd_arm, pair(params, model), places=places, limit_s=params.start_limit_s) as engines:
-            cores.keep(engines.cluster)
             if link.kind != "veth":
                 points.rates = [loopback_gbps(engines, max(params.calibrate_tokens))]
             run.update(link={"kind": link.kind, "reason": link.reason, "rates_gbps": points.rates})
