@@ -65,8 +65,8 @@ def met(pulls: pd.DataFrame, requests: pd.DataFrame, phases: pd.DataFrame) -> pd
         both = windows.merge(every[every["kind"] == kind], on=KEY)
         inside = both[(both["end_s"] > both["low_s"]) & (both["begin_s"] < both["high_s"])]
         longest = inside.loc[inside.groupby("pull")["gap_ms"].idxmax(), ["pull", "gap_ms", "end_s"]]
-        names = {"gap_ms": f"{kind}_ms", "end_s": f"{kind}_end_s"}
-        own = own.merge(longest.rename(columns=names), on="pull", how="left")
+        longest.columns = pd.Index(["pull", f"{kind}_ms", f"{kind}_end_s"])
+        own = own.merge(longest, on="pull", how="left")
     own = own.dropna(subset="pull_ms")
     if own.empty:
         raise BadInput("no pull's post fell into a gap of a running request: the steady load ended before the pulls")
@@ -83,16 +83,17 @@ def fit(found: pd.DataFrame, value: str = "gap_ms", seed: int = 1) -> dict[str, 
     Theil and Sen's line, which a few long gaps of another cause do not bend.  The interval resamples whole repetitions
     (an arm's, of one start), ``blocks`` of them; below six it is nan.
     """
-    blocks = [g[["post_ms", value]].dropna().to_numpy(float) for _, g in found.groupby(["arm", "start", "repetition"])]
-    blocks = [b for b in blocks if len(b)]
+    rows = found.dropna(subset=value)
+    blocks = [g[["post_ms", value]].to_numpy(float) for _, g in rows.groupby(["arm", "start", "repetition"])]
+    names = ("b", "b_low", "b_high", "a_ms", "a_low_ms", "a_high_ms")
+    if not blocks:
+        return {**dict.fromkeys(names, np.nan), "n": 0, "blocks": 0}
     picks = np.random.default_rng(seed).integers(0, len(blocks), (DRAWS, len(blocks)))
     drawn = [_line(np.concatenate([blocks[i] for i in pick])) for pick in picks]
     ends = np.nanquantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     ends = ends if len(blocks) >= compare.FEWEST else np.full_like(ends, np.nan)
     values = np.vstack([_line(np.concatenate(blocks)), ends]).T.ravel()
-    names = ("b", "b_low", "b_high", "a_ms", "a_low_ms", "a_high_ms")
-    line: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
-    return line | {"n": sum(map(len, blocks)), "blocks": len(blocks)}
+    return {**dict(zip(names, map(float, values), strict=True)), "n": len(rows), "blocks": len(blocks)}
 
 
 def _line(xy: NDArray[np.float64]) -> tuple[float, float]:
@@ -105,8 +106,7 @@ def _line(xy: NDArray[np.float64]) -> tuple[float, float]:
 def contrast(requests: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return (a row a phase: ``longest_ms``, the median over its requests; ratios of pull to control for each arm).
 
-    A phase counts once, since its requests meet the same stalls; ratios pair the phases of one repetition and length.
-    """
+    A phase counts once, since its requests meet the same stalls; phases of one repetition and length are paired."""
     rows = _keyed(warm(requests))
     phases = rows.groupby([*KEY, "kind"]).agg(longest_ms=("longest_gap_ms", "median")).reset_index()
     phases["block"] = phases.groupby(KEY[1:]).ngroup()
@@ -116,10 +116,7 @@ def contrast(requests: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def judge(line: dict[str, Any]) -> str:
-    """Say of the prediction b = 1, from the interval of b: refuted, holds, or unresolved.
-
-    Refuted: it keeps clear of 1 +- :data:`NEAR`.  Holds: it touches that and lies within 1 +- :data:`KNOWN`.
-    """
+    """Say of b = 1: refuted (its interval is clear of 1 +- :data:`NEAR`), holds (not so, and within :data:`KNOWN`)."""
     low, high = line["b_low"], line["b_high"]
     if low > 1 + NEAR or high < 1 - NEAR:
         return "refuted"

@@ -10,6 +10,7 @@ import pandas as pd
 
 from kvlab import charts, tables
 from kvlab.analysis import compare, stalls
+from kvlab.errors import BadInput
 from kvlab.runs import Run
 
 BY = ("arm", "chunk_tokens", "rate_rps")
@@ -148,11 +149,12 @@ def heat_map(ranked: pd.DataFrame, run: Run) -> charts.Shown:
 def conclude(run: Run, rows: pd.DataFrame, ranked: pd.DataFrame) -> str:
     """Hold both predictions against the numbers, in words; write summary.json."""
     own = rows[rows["replicas"]]
-    large, small = (
-        own["arm"][own["chunk_tokens"] == c].iloc[0] for c in (own["chunk_tokens"].max(), own["chunk_tokens"].min())
-    )
-    ratios = compare.ratios(run.table("requests"), baseline=large, value="longest_gap_ms", by=["rate_rps"])
-    ratios = ratios[ratios["arm"] == small]
+    large, small = (own["arm"][getattr(own["chunk_tokens"], end)()] for end in ("idxmax", "idxmin"))
+    requests = stalls.load(run.table("requests"))[0]
+    both = requests[requests["arm"].isin([large, small])]
+    ratios = compare.ratios(both, baseline=large, value="longest_gap_ms", by=["rate_rps"])
+    if ratios.empty:
+        raise BadInput("one chunk only: nothing to compare; give chunk_tokens two or more")
     shorter = bool((ratios["different"] & (ratios["ratio"] < 1)).any())
     longer = bool((ratios["different"] & (ratios["ratio"] > 1)).any())
     first = "REFUTED" if longer else "holds" if shorter else "not resolved"
@@ -170,12 +172,11 @@ def conclude(run: Run, rows: pd.DataFrame, ranked: pd.DataFrame) -> str:
         second = "holds" if won > lost else "REFUTED" if lost > won else "not resolved"
         parts.append(f"prediction that tuned replicas win more pairs than they lose {second}")
     verdict = "On this machine " + "; ".join(parts) + "."
-    if run.manifest["outcome"] not in ("completed", "running"):
+    if run.manifest["outcome"] == "contradicted":
+        verdict = "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest["contradictions"]) + ". " + verdict
+    elif run.manifest["outcome"] not in ("completed", "running"):
         verdict = f"The run is not whole ({run.manifest['outcome']}). " + verdict
-    numbers: dict[str, Any] = {
-        "stalls": rows.to_dict("records"),
-        "ranking": counts,
-        "ratios": ratios.to_dict("records"),
-    }
+    numbers: dict[str, Any] = {"stalls": rows.to_dict("records"), "ranking": counts}
+    numbers["ratios"] = ratios.to_dict("records")
     run.conclude(verdict, **numbers, predictions={"shorter stalls": first, "replicas win": second})
     return verdict

@@ -30,11 +30,7 @@ class Found:
         control = every[every["kind"] == "control"]
         self.step_ms = control.groupby("arm")["gap_ms"].median()
         self.pulls = int((~run.table("pulls")["warmup"].fillna(False).astype(bool)).sum())
-
-    @property
-    def used(self) -> int:
-        """Pulls that the fit uses."""
-        return int(self.met["pulls"].sum())
+        self.used = int(self.met["pulls"].sum())
 
 
 def _caption(run: Run, found: Found) -> str:
