@@ -23,7 +23,8 @@ def pulls_to_phases(pulls: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
     inside = (at >= 0) & (out["start_s"].to_numpy(float) <= end[np.maximum(at, 0)] + SLACK_S)
     for name in names:
         values = ordered[name].to_numpy(object)[np.maximum(at, 0)]
-        out[name] = pd.Series(np.where(inside, values, None), index=out.index, dtype=object)
+        values[~inside] = None
+        out[name] = pd.Series(values, index=out.index, dtype="object")
     out["warmup"] = out["warmup"].map(lambda x: True if x is None else bool(x))
     return out
 
@@ -35,7 +36,7 @@ def pulls_to_requests(pulls: pd.DataFrame, requests: pd.DataFrame) -> pd.DataFra
     token came, start uncertainty allowed for.  It is joined only when it fits that request alone and no other pull
     fits it; otherwise ``request`` stays empty.
     """
-    out = pulls.assign(request=pd.Series([None] * len(pulls), index=pulls.index, dtype=object))
+    out = pulls.assign(request=pd.Series([None] * len(pulls), index=pulls.index, dtype="object"))
     for arm, own in out.groupby("arm", sort=False):
         asked = requests[(requests["arm"] == arm) & requests["error"].isna() & requests["ttft_ms"].notna()]
         begin = (asked["start_s"] + asked["prefill_ms"].fillna(0) / 1e3).to_numpy(float) - SLACK_S

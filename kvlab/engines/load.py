@@ -118,7 +118,7 @@ class Generator:
 
         A pair without a router gets both requests from the client; ``prefill_ms`` is then known.
         """
-        prefill, url, model = "", target.url, target.model
+        prefill, url, model = "", target.url or "", target.model
         if isinstance(target, Cluster) and not url:
             prefill, url = target.prefill[0].url, target.decode[0].url
         if not self._ready:

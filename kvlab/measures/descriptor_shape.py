@@ -110,8 +110,8 @@ def measure(params: DescriptorShape, run: Run) -> None:
         if limits:
             run.write("limits", pd.DataFrame(limits))
     frame = pd.DataFrame(rows.rows)
-    done = frame[~frame["warmup"]].groupby(["arm", "case"])["repetition"].nunique()
-    for (arm, case), n in done.items():
+    done = frame[~frame["warmup"]].groupby(["arm", "case"], as_index=False)["repetition"].nunique()
+    for arm, case, n in zip(done["arm"], done["case"], done["repetition"], strict=True):
         short = n < params.repetitions
         note = f"stopped after {params.cell_limit_s:g} s (cell_limit_s)" if short else ""
         row = {"arm": arm, "case": case, "outcome": "cut short" if short else "completed"}

@@ -74,7 +74,8 @@ def _starts(params: PostStall, bench: Bench, model: str, rng: np.random.Generato
             for repetition in range(-params.warmup, params.repetitions):
                 todo = [(t, kind) for t in params.pulled_prompt_tokens for kind in ("pull", "control")]
                 for number in rng.permutation(len(todo)):
-                    _phase(params, engines, *todo[number], repetition)
+                    tokens, kind = todo[number]
+                    _phase(params, engines, tokens, kind, repetition)
 
 
 def _phase(params: PostStall, engines: Engines, tokens: int, kind: str, repetition: int) -> None:

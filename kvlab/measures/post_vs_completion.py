@@ -74,5 +74,5 @@ def measure(params: PostVsCompletion, run: Run) -> None:
         descriptor_bytes=all_cases[0].descriptor_bytes,
         local="cuda" if params.memory == "VRAM" else "host",
         remote="cuda" if params.memory == "VRAM" else "host",
-        descriptors=frame.groupby("arm")["descriptors"].sum().to_dict(),
+        descriptors={str(k): int(n) for k, n in frame.groupby("arm")["descriptors"].sum().items()},
     )

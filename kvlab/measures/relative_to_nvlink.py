@@ -8,6 +8,7 @@ length, one request at a time and several at once.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pandas as pd
 
@@ -46,7 +47,7 @@ def _starts(params: RelativeToNvlink, run: Run, bench: Bench, model: str) -> Non
                 for tokens in params.prompt_tokens:
                     shape = {"prompt_tokens": tokens, "output_tokens": params.output_tokens}
                     # The same prompts in every arm and start, other ones in every repetition.
-                    common = {**shape, "repetition": repetition, "warmup": repetition < 0}
+                    common: dict[str, Any] = {**shape, "repetition": repetition, "warmup": repetition < 0}
                     seed = params.seed + 1000 * (repetition + 1) + tokens
                     count = 1 if repetition < 0 else params.serial_requests
                     engines.phase(Load(count, concurrency=1, phase=f"one at a time {tokens}", seed=seed, **common))

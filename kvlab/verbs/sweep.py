@@ -1,8 +1,8 @@
 """``kvlab sweep EXPERIMENT --grid key=a,b,c ...``: a grid of parameter sets, one run a cell, resumable.
 
 Cells are executed by ``kvlab run`` in processes of their own, one after another, so that no two share a core, a GPU
-or a link; with ``--on ray`` each is a Ray task that holds the resources it asks for.  ``sweep.json`` in the sweep's folder
-says what is done: the same command with ``--resume FOLDER`` goes on where it stopped and repeats no finished cell.
+or a link; with ``--on ray`` each is a Ray task that holds the resources it asks for.  ``sweep.json`` in the sweep's
+folder says what is done: the same command with ``--resume FOLDER`` goes on where it stopped and repeats no finished cell.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def rate_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     limits = run.table("limits")
     every = [*frame["rate_gb_s"], *limits["gb_per_s"]]
     wide = max(every) > 30 * min(every)
-    lines = limits.groupby("name", as_index=False)["gb_per_s"].median().rename(columns={"gb_per_s": "value"})
+    lines = limits.groupby("name")["gb_per_s"].median().rename("value").reset_index()
     lines["name"] = lines.apply(lambda r: f"{r['name']} {r['value']:.1f}", axis=1)
     chart = charts.points_with_interval(
         frame,
@@ -136,7 +136,8 @@ def conclude(run: Run, summary: pd.DataFrame, ratios: pd.DataFrame) -> str:
         )
         bound = ", ".join(dict.fromkeys(rows["verdict"]))
         sentences.append(f"{arm}: post {span} of the pull, {bound}")
-    for arm, rows in ratios.groupby("arm", sort=False):
+    for arm in dict.fromkeys(ratios["arm"]):
+        rows = ratios[ratios["arm"] == arm]
         if arm != baseline(run):
             low, high = rows["ratio"].min(), rows["ratio"].max()
             sure = "" if rows["different"].all() else ", not resolved at every length"

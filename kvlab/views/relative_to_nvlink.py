@@ -104,7 +104,9 @@ def published_table() -> gt.GT:
     lengths = [c for c in wide.columns if not isinstance(c, str)]
     wide = wide.rename(columns={c: f"t{int(c)}" for c in lengths})
     wide["status"] = "published"
-    labels = {"quantity": "Quantity", "transport": "Transport"} | {f"t{int(c)}": charts.lengths(c) for c in lengths}
+    labels = {"quantity": "Quantity", "transport": "Transport"} | {
+        f"t{int(c)}": charts.lengths(float(c)) for c in lengths
+    }
     return tables.show(
         wide,
         "published",
@@ -268,7 +270,7 @@ def block_sizes(engines: Run, agents: Run, agents_arm: str) -> pd.DataFrame:
         rows.append(
             {
                 "arm": arm,
-                "prompt_tokens": int(tokens),
+                "prompt_tokens": int(str(tokens)),
                 "n": len(own),
                 "descriptors": n,
                 "kib": size / n / 1024,
@@ -321,7 +323,7 @@ def block_size_advice(found: pd.DataFrame) -> str:
     for tokens, rows in found.groupby("prompt_tokens"):
         first, last = rows.iloc[0], rows.iloc[-1]
         said.append(
-            f"at {charts.lengths(tokens)} the pull went from {first['pull_ms']:.0f} to {last['pull_ms']:.0f} ms, the "
+            f"at {charts.lengths(float(str(tokens)))} the pull went from {first['pull_ms']:.0f} to {last['pull_ms']:.0f} ms, the "
             f"first token from {first['ttft_ms']:.0f} to {last['ttft_ms']:.0f} ms ({first['arm']} to {last['arm']})"
         )
     off = (found["pull_ms"] / found["predicted_ms"] - 1).abs().max()
