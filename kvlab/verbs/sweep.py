@@ -2,7 +2,7 @@
 
 Cells are executed by ``kvlab run`` in processes of their own, one after another, so that no two share a core, a GPU
 or a link; with ``--on ray`` each is a Ray task that holds the resources it asks for.  ``sweep.json`` in the sweep's
-folder says what is done: the same command with ``--resume FOLDER`` goes on where it stopped and repeats no finished cell.
+folder says what is done: the same command with ``--resume FOLDER`` goes on where it stopped.
 """
 
 from __future__ import annotations

@@ -323,8 +323,8 @@ def block_size_advice(found: pd.DataFrame) -> str:
     for tokens, rows in found.groupby("prompt_tokens"):
         first, last = rows.iloc[0], rows.iloc[-1]
         said.append(
-            f"at {charts.lengths(float(str(tokens)))} the pull went from {first['pull_ms']:.0f} to {last['pull_ms']:.0f} ms, the "
-            f"first token from {first['ttft_ms']:.0f} to {last['ttft_ms']:.0f} ms ({first['arm']} to {last['arm']})"
+            f"at {charts.lengths(float(str(tokens)))} the pull went from {first['pull_ms']:.0f} to "
+            f"{last['pull_ms']:.0f} ms, the first token from {first['ttft_ms']:.0f} to {last['ttft_ms']:.0f} ms ({first['arm']} to {last['arm']})"
         )
     off = (found["pull_ms"] / found["predicted_ms"] - 1).abs().max()
     return (
