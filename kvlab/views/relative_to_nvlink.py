@@ -324,7 +324,8 @@ def block_size_advice(found: pd.DataFrame) -> str:
         first, last = rows.iloc[0], rows.iloc[-1]
         said.append(
             f"at {charts.lengths(float(str(tokens)))} the pull went from {first['pull_ms']:.0f} to "
-            f"{last['pull_ms']:.0f} ms, the first token from {first['ttft_ms']:.0f} to {last['ttft_ms']:.0f} ms ({first['arm']} to {last['arm']})"
+            f"{last['pull_ms']:.0f} ms, the first token from {first['ttft_ms']:.0f} to {last['ttft_ms']:.0f} ms "
+            f"({first['arm']} to {last['arm']})"
         )
     off = (found["pull_ms"] / found["predicted_ms"] - 1).abs().max()
     return (
