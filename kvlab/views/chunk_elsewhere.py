@@ -61,7 +61,7 @@ def beside_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
 
 def steps_table(*found: Run) -> gt.GT | str:
     """Show the measured steps of the runs that have any: a chunk of a long prompt beside one running request."""
-    parts = [r.table("steps").assign(run=r.id) for r in found if r.has("steps")]
+    parts = [r.table("steps").assign(run=r.id) for r in {r.path: r for r in found}.values() if r.has("steps")]
     if not parts:
         return "no step times were measured"
     keys = ["run", "arm", "prompt_tokens", "prefix_tokens", "chunk_tokens"]

@@ -141,7 +141,8 @@ def heat_map(ranked: pd.DataFrame, run: Run) -> charts.Shown:
         "colour: who serves the larger load with 90 % of requests inside both limits (Wilson's interval); number: "
         f"the replicas' chunk; limits scaled to this machine; {_caption(run, summary(run))}"
     )
-    heading = charts.title("Tuned replicas against 1P1D over pairs of limits", run, caption)
+    who = "Configurations" if others else f"Tuned replicas against {_disaggregated(run)}"
+    heading = charts.title(f"{who} over pairs of limits", run, caption)
     size = {"width": charts.WIDTH, "height": 22 * rows["gap_limit_ms"].nunique()}
     return charts.show((tiles + words).properties(**size, title=heading), "ranking", run)
 
