@@ -86,6 +86,17 @@ class Input:
         if self._own:
             self._own.close()
 
+    def read(self, most: int) -> bytes:
+        """Return the first ``most`` bytes, decompressed; damage ends them."""
+        parts: list[bytes] = []
+        try:
+            while most > 0 and (data := self._stream.read(min(most, CHUNK))):
+                parts.append(data)
+                most -= len(data)
+        except Exception as error:
+            self.damage = str(error) or type(error).__name__
+        return b"".join(parts)
+
     def chunks(self) -> Iterator[bytes]:
         """Yield whole lines in chunks; damage ends the stream."""
         rest = b""

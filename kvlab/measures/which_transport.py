@@ -60,14 +60,17 @@ def listed(evidence: ucx.Evidence, arm: str) -> pd.DataFrame:
     )
 
 
-def measure(params: WhichTransport, run: Run) -> None:
-    """Fill ``transports`` and ``verdicts``; a log that contradicts ``expect`` makes the run contradicted."""
+def measure(params: WhichTransport, run: Run, names: list[str] | None = None) -> None:
+    """Fill ``transports`` and ``verdicts``; a log that contradicts ``expect`` makes the run contradicted.
+
+    :param names: the logs' labels; None: after their files
+    """
     if not params.log_path:
         raise BadInput("which-transport reads logs: name them with log_path=FILE, or a recording with replay=RUN")
     if params.expect:
         require_known(params.expect, "expect")
     rows, verdicts, against = [], [], []
-    for label, path in zip(labels(params.log_path), params.log_path, strict=True):
+    for label, path in zip(names or labels(params.log_path), params.log_path, strict=True):
         evidence = ucx.read(path, descriptor_bytes=params.descriptor_bytes)
         pull = evidence.pull
         agrees = ucx.agrees(pull.transport, params.expect) if params.expect and pull.transport else None
