@@ -75,6 +75,8 @@ def show(chart: alt.TopLevelMixin, name: str, run: Run | None = None) -> Shown:
 
 def lengths(tokens: float) -> str:
     """Write a prompt length as people do: 4k, 16k; 500 stays 500."""
+    if tokens != tokens:
+        return "unknown"
     return f"{tokens / 1024:g}k" if tokens % 1024 == 0 and tokens else f"{tokens:g}"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvlab import runs
+from kvlab import runs, schema
 from kvlab.capture import foreign
 from kvlab.errors import BadInput
 from kvlab.params import WhichTransport
@@ -144,7 +144,8 @@ def main(args: argparse.Namespace) -> int:
         # The machine of the import says nothing of the machine that was measured.
         run.update(provenance={}, imported={"format": kind, "files": sources, "unknown": unknown})
         for name, frame in tables.items():
-            run.write(name, frame)
+            # Every column is there, empty where nothing is known, so that views need not ask.
+            run.write(name, frame.reindex(columns=[c.name for c in schema.TABLES[name]]))
         if kind == "log":
             from kvlab.measures import which_transport
 
