@@ -20,7 +20,7 @@ def about(run: Run) -> str:
     """Return a few lines on the run: what, where, how it ended."""
     m, p = run.manifest, run.manifest.get("provenance", {})
     gpus = [f"{n} x {name}" if n > 1 else name for name, n in Counter(p.get("gpus") or []).items()]
-    machine = [str(x) for x in (p.get("cpu"), f"{p.get('cores')} cores", *gpus, p.get("kernel")) if x]
+    machine = [str(x) for x in (p.get("cpu"), f"{p['cores']} cores" if p.get("cores") else "not known", *gpus, p.get("kernel")) if x]
     versions = p.get("versions", {})
     software = [f"{k} {v}" for k, v in versions.items() if v]
     return "\n".join(
@@ -108,6 +108,8 @@ def caption(run: Run, pulls: pd.DataFrame) -> str:
     kept = pulls[~pulls["warmup"].fillna(False).astype(bool)]
     n = kept.groupby([c for c in ("arm", "case", "prompt_tokens") if kept[c].notna().any()]).size()
     in_flight = sorted(kept["in_flight"].dropna().astype(int).unique())
+    if kept["in_flight"].isna().all():
+        return f"{kept['case'].iloc[0] if len(kept) else 'no pulls'}; {run.id}, imported: the rest is not known"
     counts = "same bytes and descriptors in every arm" if _same(kept) else "bytes or descriptors differ between arms"
     repeats = f"{n.min()}" if n.min() == n.max() else f"{n.min()} to {n.max()}"
     return (

@@ -106,8 +106,10 @@ def rate_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     return charts.show(chart, "rate", run)
 
 
-def ratio_chart(ratios: pd.DataFrame, run: Run) -> charts.Shown:
-    """Draw the ratio of median pull times to the baseline arm, with its interval."""
+def ratio_chart(ratios: pd.DataFrame, run: Run) -> charts.Shown | str:
+    """Draw the ratio of median pull times to the baseline arm, with its interval; words where one arm is all."""
+    if ratios.empty:
+        return "one arm only: nothing to compare"
     frame = _cases(ratios, run)
     frame["text"] = frame.apply(lambda r: f"{r['ratio']:.2f}x {'' if r['different'] else '(not resolved)'}", axis=1)
     chart = charts.points_with_interval(
