@@ -20,7 +20,8 @@ def about(run: Run) -> str:
     """Return a few lines on the run: what, where, how it ended."""
     m, p = run.manifest, run.manifest.get("provenance", {})
     gpus = [f"{n} x {name}" if n > 1 else name for name, n in Counter(p.get("gpus") or []).items()]
-    machine = [str(x) for x in (p.get("cpu"), f"{p['cores']} cores" if p.get("cores") else "not known", *gpus, p.get("kernel")) if x]
+    cores = f"{p['cores']} cores" if p.get("cores") else "not known"
+    machine = [str(x) for x in (p.get("cpu"), cores, *gpus, p.get("kernel")) if x]
     versions = p.get("versions", {})
     software = [f"{k} {v}" for k, v in versions.items() if v]
     return "\n".join(

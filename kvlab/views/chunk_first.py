@@ -150,6 +150,10 @@ def heat_map(ranked: pd.DataFrame, run: Run) -> charts.Shown:
 def conclude(run: Run, rows: pd.DataFrame, ranked: pd.DataFrame) -> str:
     """Hold both predictions against the numbers, in words; write summary.json."""
     own = rows[rows["replicas"]]
+    if run.manifest.get("imported") and own["chunk_tokens"].nunique() < 2:
+        verdict = "The imported files tell fewer than two prefill chunks apart, so neither prediction is tested."
+        run.conclude(verdict, stalls=rows.to_dict("records"))
+        return verdict
     large, small = (own["arm"][getattr(own["chunk_tokens"], end)()] for end in ("idxmax", "idxmin"))
     requests = stalls.load(run.table("requests"))[0]
     both = requests[requests["arm"].isin([large, small])]
