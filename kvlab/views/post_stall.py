@@ -181,7 +181,7 @@ def conclude(found: Found, run: Run) -> str:
         parts.append(f"{row.arm}: longest gaps {row.ratio:.2f} times those of the control{sure}")
     carried = run.table("verdicts")["transport"].dropna()
     if len(carried) and all(agrees(t, "shared memory") for t in carried):
-        parts.append("the transport is shared memory, whose copy is inside the post, so the stall is the copy itself")
+        parts.append("the transport is shared memory, whose copy is inside the post")
     verdict = "On this machine " + "; ".join(parts) + "."
     if run.manifest["outcome"] == "contradicted":
         verdict = (
