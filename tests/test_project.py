@@ -115,3 +115,9 @@ def test_import_is_light():
     code = "import sys, kvlab; print([m for m in ('pandas','altair','torch','nixl','papermill') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert out.strip() == "[]"
+
+
+def test_readme_has_every_rule_of_check():
+    from kvlab.check import rules_markdown
+
+    assert rules_markdown().strip() in (ROOT / "README.md").read_text()

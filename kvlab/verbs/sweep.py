@@ -1,8 +1,8 @@
 """``kvlab sweep EXPERIMENT --grid key=a,b,c ...``: a grid of parameter sets, one run a cell, resumable.
 
 Cells are executed by ``kvlab run`` in processes of their own, one after another, so that no two share a core, a GPU
-or a link; with ``--on ray`` each is a Ray task that holds the resources it asks for.  ``sweep.json`` in the sweep's
-folder says what is done: the same command with ``--resume FOLDER`` goes on where it stopped.
+or a link.  ``sweep.json`` in the sweep's folder says what is done: the same command with ``--resume FOLDER`` goes on
+where it stopped and repeats no finished cell.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs", help="folder that takes the sweep (default: runs)")
     parser.add_argument("--resume", metavar="FOLDER", help="go on with a sweep that stopped")
     parser.add_argument("--measure-only", action="store_true", help="no notebooks")
-    parser.add_argument("--on", choices=["local", "ray"], default="local", help="where cells run (default: local)")
-    parser.add_argument("--address", help="the Ray cluster's address (default: the one found, or a local one)")
-    parser.add_argument("--cpus", type=float, default=0, help="--on ray: CPUs a cell holds (default: a whole node's)")
-    parser.add_argument("--gpus", type=float, default=0, help="--on ray: GPUs a cell holds")
 
 
 def grid(words: Sequence[str]) -> list[dict[str, str]]:
@@ -128,15 +124,10 @@ def main(args: argparse.Namespace) -> int:
         folder, _ = begin(args)
         state = json.loads((folder / "sweep.json").read_text("utf-8"))
     todo = [c for c in state["cells"] if c["outcome"] not in ("completed", "contradicted")]
-    run: Callable[[list[Cell]], Iterator[tuple[Cell, int, str]]] = _local
-    if args.on == "ray":
-        from kvlab.placement import ray
-
-        run = ray.sweeper(args.address, cpus=args.cpus, gpus=args.gpus)
     for cell in todo:
         cell["words"] = command(state, cell, folder, args.measure_only)
     try:
-        for cell, code, last in run(todo):
+        for cell, code, last in _local(todo):
             finish(cell, code, last)
             save(folder, state)
     finally:

@@ -45,9 +45,7 @@ def main(rounds: int, in_flight: int, descriptors: int, size: int, rate: float) 
     handles, lists = [], []
     for number in range(in_flight):
         indices = list(range(max(1, descriptors - number)))
-        local = agent.prep_xfer_dlist(
-            "", [(memory.ctypes.data + 2 * i * size, size, 0) for i in indices], "DRAM"
-        )
+        local = agent.prep_xfer_dlist("", [(memory.ctypes.data + 2 * i * size, size, 0) for i in indices], "DRAM")
         remote = agent.prep_xfer_dlist(peer, [(address + 2 * i * size, size, 0) for i in indices], "DRAM")
         handles.append(agent.make_prepped_xfer("READ", local, indices, remote, indices))
         lists += [local, remote]

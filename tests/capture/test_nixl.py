@@ -172,9 +172,7 @@ def test_no_rings(tmp_path: Path) -> None:
     ),
     st.integers(1, 7),
 )
-def test_grouping_does_not_depend_on_where_reads_fall(
-    items: list[tuple[str, int, int, int]], step: int
-) -> None:
+def test_grouping_does_not_depend_on_where_reads_fall(items: list[tuple[str, int, int, int]], step: int) -> None:
     events: list[tuple[int, int]] = []
     wanted = []
     for what, a, b, c in items:
@@ -258,9 +256,7 @@ READER = """\
 
 def test_text_of_nixls_own_reader() -> None:
     rows, report = nixl.reader_text(READER)
-    assert rows[["operation", "post_us", "xfer_us", "bytes"]].values.tolist() == [
-        ["READ", 201.0, 81551.0, 8388608]
-    ]
+    assert rows[["operation", "post_us", "xfer_us", "bytes"]].values.tolist() == [["READ", 201.0, 81551.0, 8388608]]
     assert report["totals"]["agent_memory_registered"] == {"count": 1, "total": 8388608}
     assert report["incomplete_events"] == 0 and "order" in report["note"]
     old = """

@@ -148,11 +148,7 @@ def test_one_scrape_of_two_engines_by_exact_names() -> None:
     assert not rows["metric"].str.contains("other").any()
     out = vllm.summary(rows)
     assert (out["pulls"], out["bytes"], out["failed_transfers"], out["expired_requests"]) == (10, 2800, 1, 2)
-    assert (
-        out["xfer_s"] == 5
-        and out["post_s"] == pytest.approx(1.6)
-        and out["post_share"] == pytest.approx(0.32)
-    )
+    assert out["xfer_s"] == 5 and out["post_s"] == pytest.approx(1.6) and out["post_share"] == pytest.approx(0.32)
     assert [out["engines"][e]["post_share"] for e in ("0", "1")] == pytest.approx([0.5, 0.2])
     assert out["descriptors"] is None and out["failed_notifications"] is None, "not reported is not 0"
     assert any("since each engine started" in note for note in out["notes"])
@@ -160,14 +156,9 @@ def test_one_scrape_of_two_engines_by_exact_names() -> None:
 
 
 def test_pasted_metrics_among_other_text() -> None:
-    pasted = vllm.read_text(
-        "my decode engine says\n" + SCRAPE + "vllm:nixl_bytes_transferred_sum{broken 3\nand {that}"
-    )
+    pasted = vllm.read_text("my decode engine says\n" + SCRAPE + "vllm:nixl_bytes_transferred_sum{broken 3\nand {that}")
     assert pasted is not None and (pasted["pulls"], pasted["bytes"]) == (10, 2800)
-    assert (
-        vllm.read_text("vllm:nixl_xfer_time_seconds is a histogram\nvllm:e2e_request_latency_seconds_sum 3")
-        is None
-    )
+    assert vllm.read_text("vllm:nixl_xfer_time_seconds is a histogram\nvllm:e2e_request_latency_seconds_sum 3") is None
 
 
 def test_counters_without_total_and_a_second_scrape() -> None:
