@@ -1,12 +1,15 @@
 """The load generator's words and what is made of its results; no engine is started here."""
 
+import itertools
+import json
 import math
 
 import pandas as pd
 import pytest
 
 from kvlab import schema
-from kvlab.engines.load import Load, rows
+from kvlab.engines.load import CHAT, Load, rows
+from kvlab.paths import shared_dir
 
 ANSWER = {
     "input_lens": [512, 512],
@@ -35,11 +38,11 @@ def test_rows_hold_the_truth_of_each_request():
 
 def test_words_are_those_of_vllm_bench_serve():
     words = Load(8, 4096, 16, rate_rps=2.5, seed=7).words("http://u", "m", "/t", "openai")
-    given = dict(zip(words, words[1:], strict=False))
+    given = dict(itertools.pairwise(words))
     assert given["--request-rate"] == "2.5" and given["--random-input-len"] == "4096"
     assert given["--seed"] == "7" and "--max-concurrency" not in words
     chat = Load(8, dataset="chat", concurrency=4).words("http://u", "m", "/t", "openai")
-    assert "sharegpt" in chat and dict(zip(chat, chat[1:], strict=False))["--request-rate"] == "inf"
+    assert "sharegpt" in chat and dict(itertools.pairwise(chat))["--request-rate"] == "inf"
 
 
 def test_vllm_takes_the_words():
@@ -50,3 +53,12 @@ def test_vllm_takes_the_words():
     serve.add_cli_args(parser)
     for load in (Load(8, concurrency=1), Load(8, rate_rps=1.0, dataset="chat")):
         parser.parse_args(load.words("http://u", "m", "/t", "openai"))
+
+
+def test_the_shipped_conversations_are_in_sharegpts_form():
+    talks = json.loads((shared_dir("data") / CHAT).read_text())
+    assert len(talks) >= 50
+    for talk in talks:
+        turns = talk["conversations"]
+        assert len(turns) >= 2 and [t["from"] for t in turns[:2]] == ["human", "gpt"]
+        assert len(turns[0]["value"].split()) >= 4
