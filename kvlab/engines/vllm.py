@@ -23,7 +23,8 @@ from kvlab.placement.local import LOCAL, Place
 
 Role = Literal["prefill", "decode", "replica"]
 #: on few cores a spinning OpenMP team starves the other engine: threads sleep at once instead
-_CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+#: compiling vLLM's small compiled functions (log-probabilities, say) takes minutes on few cores, in mid-request
+_CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TORCHDYNAMO_DISABLE": "1"}
 
 
 class Engine(Strict):

@@ -233,7 +233,10 @@ def conclude(run: Run, found: pd.DataFrame) -> str:
             if rows.empty:
                 continue
             sure = rows[rows["different"]]
-            if sure.empty:
+            if rows["low"].isna().all():
+                low, high = rows["ratio"].min(), rows["ratio"].max()
+                said.append(f"{arm}: {quantity} {low:.2f} to {high:.2f} times, too few rounds for an interval")
+            elif sure.empty:
                 said.append(f"{arm}: {quantity} not told apart from {baseline(run)}")
             else:
                 low, high = sure["ratio"].min(), sure["ratio"].max()
@@ -242,7 +245,7 @@ def conclude(run: Run, found: pd.DataFrame) -> str:
                 said.append(f"{arm}: {quantity} {span} times {baseline(run)}'s (at {lengths})")
     ttft = found[(found["quantity"] == "TTFT p50, one at a time") & found["different"]]
     rate = found[(found["quantity"] == "requests per second, several at once") & found["different"]]
-    matters = "it matters to the user" if len(ttft) or len(rate) else "it does not reach the user here"
+    matters = "it matters to the user" if len(ttft) or len(rate) else "no difference for the user is resolved here"
     outcome = "THE EVIDENCE CONTRADICTS A LABEL. " if run.manifest["outcome"] == "contradicted" else ""
     verdict = f"{outcome}{'; '.join(said)}. By first token and throughput: {matters}. {answers_text(run)}."
     run.conclude(verdict, ratios=found.to_dict("records"))
@@ -270,7 +273,7 @@ def block_sizes(engines: Run, agents: Run, agents_arm: str) -> pd.DataFrame:
         rows.append(
             {
                 "arm": arm,
-                "prompt_tokens": int(str(tokens)),
+                "prompt_tokens": round(float(str(tokens))),
                 "n": len(own),
                 "descriptors": n,
                 "kib": size / n / 1024,
