@@ -214,8 +214,8 @@ _RULES: list[tuple[str, str, str | None, str]] = [
      "UCX turns cuda_ipc reads off where it sees no active NVLink, and writes stay on; so a pull (ucp_get) falls to "
      "another transport. Set UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on on the reading side, or use NixlPushConnector, or RDMA"),
     ("cuda-closed-before-ucx", "cuDevicePrimaryCtxGetState", r"error code 4\b|CUDA_ERROR_DEINITIALIZED",
-     "CUDA had closed before the UCX worker did, so UCX_PROTO_INFO=used printed no table: set UCX_PROTO_INFO=y on this "
-     "engine, which prints at the first use. Otherwise harmless"),
+     "CUDA had closed before the UCX worker did; UCX_PROTO_INFO=used prints no table then, UCX_PROTO_INFO=y does, at the "
+     "first use. Otherwise harmless"),
     ("no-active-message-transport", "no active messages transport", None,
      "UCX_TLS allows no transport that can carry active messages with a peer-failure handler (NIXL asks for one; sm, "
      "self, cuda_ipc and cma have none): add tcp or rc, e.g. UCX_TLS=cuda_ipc,cuda_copy,tcp. The payload still "
