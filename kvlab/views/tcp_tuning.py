@@ -155,16 +155,13 @@ def connections_table(run: Run) -> gt.GT:
     )
 
 
-def failures(run: Run) -> gt.GT | str:
-    """Show the cells that hung or failed; says so when none did."""
-    cells = run.table("cells")
-    bad = cells[cells["outcome"] != "completed"]
-    if bad.empty:
-        done = cells[cells["quantity"] == "rate"]
-        return f"None of {len(done)} pulls hung or failed."
-    bad = ordered(bad, run).assign(where=lambda d: d["link"].map(link_name))
+def failures(run: Run) -> gt.GT:
+    """Show the pulls that hung or failed, a row each; none is said in the title."""
+    cells = run.table("cells").assign(note=lambda d: d.get("note"))
+    bad = ordered(cells[cells["outcome"] != "completed"], run).assign(where=lambda d: d["link"].map(link_name))
     names = {"where": "Link", "arm": "Arm", "case": "Pull", "outcome": "Outcome", "repetition": "Round", "note": "Said"}
-    return tables.show(bad, "failures", title="Pulls that hung or failed", labels=names)
+    title = f"{len(bad) or 'None'} of {(cells['quantity'] == 'rate').sum()} pulls hung or failed"
+    return tables.show(bad, "failures", title=title, labels=names)
 
 
 def claims(run: Run) -> pd.DataFrame:
