@@ -146,7 +146,7 @@ def vllm_bench(documents: list[dict[str, Any]], arm: str) -> tuple[pd.DataFrame,
     parts, unknown = [], ["the server's settings and transport"]
     for n, d in enumerate(documents):
         rate, chunk = _number(d.get("request_rate")), d.get("max_num_batched_tokens")
-        chunk = int(chunk) if str(chunk).isdecimal() and len(str(chunk)) < 9 else None
+        chunk = int(str(chunk)) if str(chunk).isdecimal() and len(str(chunk)) < 9 else None
         if chunk is None and len(unknown) < 2:
             unknown.append("the prefill chunk (vllm bench serve --metadata max_num_batched_tokens=N keeps it)")
         rows, lists = [], {k: d.get(k) or [] for k in ("errors", "input_lens", "output_lens", "start_times")}

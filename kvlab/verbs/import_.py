@@ -112,6 +112,8 @@ def parameters(kind: str, tables: dict[str, Any], contents: list[Any]) -> dict[s
 
 def main(args: argparse.Namespace) -> int:
     """Import, and print where the run is; the last line is one JSON document."""
+    if "-" in args.files:
+        raise BadInput("import reads files by name: save standard input to a file first")
     found = [foreign.recognise(f) for f in args.files]
     kinds = [kind for kind, _ in found]
     for file, kind in zip(args.files, kinds, strict=True):
