@@ -82,6 +82,8 @@ def models(run: Run) -> dict[str, cost.Fit]:
     rows, found = pulls(run), {}
     for arm in arms(run):
         mine = rows[(rows["variation"] == PLAIN) & (rows["arm"] == arm)]
+        # Neighbours that meet by chance are merged: a case is one shape, of its median count.
+        mine = mine.assign(descriptors=mine.groupby("case")["descriptors"].transform("median"))
         over = (mine["nixl_threads"] > 0) & (mine["descriptors"] >= SPLIT_AT)
         names = (f"{arm}{PART}below {SPLIT_AT:,}", f"{arm}{PART}{SPLIT_AT:,} and up") if over.any() else (arm, arm)
         for name, part in zip(names, (mine[~over], mine[over]), strict=True):
