@@ -95,7 +95,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "relative-to-nvlink",
             "04_relative_to_nvlink.ipynb",
             "RelativeToNvlink",
-            "With real engines: pull, post, first token and throughput of each transport, relative to the baseline",
+            "With real engines: how do pull, post, first token and throughput compare between transports?",
             default="cpu",
             needs=_ENGINES,
         ),
