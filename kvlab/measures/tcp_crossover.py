@@ -1,6 +1,6 @@
 """tcp-crossover: predict from short runs from what input length 1P1D pays, then measure on both sides of it.
 
-First the calibration: a replica at each chunk gives step times and TTFTs, a prefill and a decode engine with a shaped
+First the calibration: replicas at each chunk give step times and TTFTs, a prefill and a decode engine with a shaped
 link between them give TTFTs at each rate.  From these the prediction is made and written into the manifest, with the
 chunk that the gap limit allows at each length of the check.  Only then are the points of the check measured: 1P1D at
 each rate, and replicas with those chunks.  One request at a time throughout.
@@ -9,7 +9,6 @@ each rate, and replicas with those chunks.  One request at a time throughout.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from kvlab import kv_layout
 from kvlab.analysis import cases, steps
 from kvlab.engines import launch
 from kvlab.engines.load import Generator, Load
-from kvlab.engines.vllm import Command, Engine, cpu_sets
+from kvlab.engines.vllm import Command, Engine
 from kvlab.measures.chunk_first import step_times
 from kvlab.measures.common import progress
 from kvlab.measures.engines import Bench, Engines, engine, model_of
@@ -35,11 +34,20 @@ from kvlab.runs import Run, safe_name
 GRID_TOKENS = 64
 
 
-def replica(params: TcpCrossover, model: str, chunk: int) -> tuple[EngineArm, list[Engine]]:
-    """Return the arm and the spec of one replica, with as many cores as each engine of the pair gets."""
-    arm = EngineArm(label=f"replica, chunk {chunk}")
-    own = "" if params.prefill_gpus else cpu_sets(2, sorted(os.sched_getaffinity(0)))[0]
-    return arm, [engine(params, arm, "replica", model, max_num_batched_tokens=chunk, cpu_set=own)]
+def replicas(params: TcpCrossover, model: str, chunk: int) -> tuple[EngineArm, list[Engine]]:
+    """Return the arm and the specs of replicas with ``chunk``: as many engines as 1P1D has, set up like its own.
+
+    Each has the connector too, though it never uses it: NIXL's progress thread polls without a pause, and where an
+    engine has one core that is half of it.  The neighbour idles, as the decode engine does during a prefill.
+    """
+    arm = params.pd_arm.model_copy(update={"label": f"replicas, chunk {chunk}"})
+    more: dict[str, Any] = {"max_num_batched_tokens": chunk}
+    if not params.one_p_one_d:
+        return arm, [engine(params, arm, "replica", model, **more)]
+    gpus = (params.prefill_gpus, params.decode_gpus)
+    return arm, [
+        engine(params, arm, "prefill", model, name=f"replica-{i}", gpu_set=g, **more) for i, g in enumerate(gpus)
+    ]
 
 
 def pair(params: TcpCrossover, model: str) -> list[Engine]:
@@ -51,7 +59,7 @@ def pair(params: TcpCrossover, model: str) -> list[Engine]:
 def dry_run(params: TcpCrossover) -> list[Command]:
     """Return what calibration would start; the check's replicas depend on the prediction."""
     model, folder = model_of(params), Path(params.out) / "RUN" / "logs"
-    todo = [replica(params, model, chunk) for chunk in params.chunk_tokens]
+    todo = [replicas(params, model, chunk) for chunk in params.chunk_tokens]
     todo += [(params.pd_arm, pair(params, model))] if params.one_p_one_d else []
     return [c for arm, specs in todo for c in launch.commands(specs, folder=folder / safe_name(arm.label))]
 
@@ -102,7 +110,8 @@ class Points:
         seed = self.params.seed + 1000 * (repetition + 1) + tokens
         more: dict[str, Any] = {"repetition": repetition, "warmup": repetition < 0, "phase": case, "seed": seed}
         count = self.params.requests if repetition >= 0 else 1
-        rows = engines.phase(Load(count, tokens, output_tokens=1, concurrency=1, **more), chunk_tokens=chunk)
+        load = Load(count, tokens, output_tokens=1, concurrency=1, **more)
+        rows = engines.phase(load, engines.cluster.engines[0] if chunk else None, chunk_tokens=chunk)
         if repetition >= 0:
             side = {"arm": "1P1D" if chunk is None else "replica", "case": case, "quantity": "ttft_ms", "unit": "ms"}
             link = f"{gbps:g} Gbps" if gbps else None
@@ -113,7 +122,7 @@ class Points:
             self.run.write("cells", pd.DataFrame(self.cells))
 
     def replica(self, engines: Engines, phase: str, lengths: Sequence[int], chunk: int) -> None:
-        """Measure a replica at ``lengths``."""
+        """Measure the first of the replicas at ``lengths``."""
         for repetition in range(-1, self.params.repetitions):
             for tokens in lengths:
                 self.add(engines, phase, tokens, repetition, chunk=chunk)
@@ -149,7 +158,7 @@ def measure(params: TcpCrossover, run: Run) -> None:
         with bench.evidence([params.pd_arm], memory):
             order = np.random.default_rng(params.seed).permutation(params.chunk_tokens)
             for chunk in progress([int(c) for c in order], "replicas"):
-                arm, specs = replica(params, model, chunk)
+                arm, specs = replicas(params, model, chunk)
                 with bench.up(arm, specs, limit_s=params.start_limit_s) as engines:
                     found.append(step_times(engines, whole_chunks(params, chunk), chunk, began).assign(arm=arm.label))
                     run.write("steps", pd.concat(found, ignore_index=True))
@@ -159,7 +168,7 @@ def measure(params: TcpCrossover, run: Run) -> None:
             across(params, run, bench, points, model)
             chunks = {int(n): c for n, c in run.manifest["prediction"]["chunks"].items()}
             for chunk in progress(sorted({c for c in chunks.values() if c}), "tuned replicas"):
-                arm, specs = replica(params, model, chunk)
+                arm, specs = replicas(params, model, chunk)
                 with bench.up(arm, specs, start=1, limit_s=params.start_limit_s) as engines:
                     points.replica(engines, "check", [n for n, c in chunks.items() if c == chunk], chunk)
 

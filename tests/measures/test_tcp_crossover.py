@@ -37,13 +37,15 @@ def test_kv_bytes_of_the_model(asked):
 
 def test_what_is_started(asked):
     todo = measures.dry_run(asked)
-    assert [c.role for c in todo] == ["replica", "replica", "prefill", "decode"]
+    assert [c.name for c in todo] == ["replica-0", "replica-1"] * 2 + ["prefill-0", "decode-0"]
     chunks = [c.argv[c.argv.index("--max-num-batched-tokens") + 1] for c in todo]
-    assert chunks == ["256", "64", "8192", "8192"]
-    # A replica gets no more cores than an engine of the pair.
-    cores = [c.env["VLLM_CPU_OMP_THREADS_BIND"].split(",") for c in todo]
-    assert len({len(x) for x in cores}) == 1
-    assert [c.role for c in measures.dry_run(asked.model_copy(update={"one_p_one_d": False}))] == ["replica"] * 2
+    assert chunks == ["256", "256", "64", "64", "8192", "8192"]
+    # Replicas have the cores, the connector and the environment of the pair.
+    cores = [c.env["VLLM_CPU_OMP_THREADS_BIND"] for c in todo]
+    assert cores == cores[:2] * 3
+    assert all("--kv-transfer-config" in c.argv and c.env["UCX_TLS"] == "tcp" for c in todo)
+    alone = measures.dry_run(asked.model_copy(update={"one_p_one_d": False}))
+    assert [c.role for c in alone] == ["replica"] * 2 and not any("--kv-transfer-config" in c.argv for c in alone)
 
 
 def test_prompts_of_whole_steps(asked):
