@@ -1,10 +1,9 @@
 """vllm-router in front of the engines: 1P1D, xPyD, or round robin over replicas.
 
-Its limits, seen with 0.1.17: the first request of each prefill/decode pair is slow (NIXL's handshake, up to 20 s on
-two cores), so kvlab sends one before it says ready; it looks for workers every 30 s unless told; its policies
-choose prefill and decode engines apart from each other, so with xPyD the pair of a request is not in its answer;
-failed requests are tried again unless ``--disable-retries`` is there, which would hide a failed pull; a request
-that it cannot place waits in a queue of 100, then gets 429.
+Its limits, seen with 0.1.17: the first request of each prefill/decode pair carries NIXL's handshake (seconds on two
+cores), so kvlab sends one before it says ready; it looks for workers every 30 s unless told; its policies choose the
+prefill and the decode engine apart from each other, so with xPyD the pair of a request is not in its answer; it
+tries failed requests again unless ``--disable-retries`` is there, which would hide a failed pull.
 """
 
 from __future__ import annotations

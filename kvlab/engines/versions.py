@@ -1,12 +1,12 @@
 """What differs between vLLM's versions, in one place.
 
-=========  =========  ==========================  ===================================================
+=========  =========  ==========================  =======================================================
 vLLM       NIXL       entry point                 seen
-=========  =========  ==========================  ===================================================
+=========  =========  ==========================  =======================================================
 0.23.0     1.4.1      openai.api_server           on a GPU; no merging of descriptors
 0.30.0     1.4.1      launchers.api_server.entry  on CPU; what the ``cpu`` extra pins
-0.32.0     1.4.1      launchers.api_server.entry  on CPU
-=========  =========  ==========================  ===================================================
+0.32.0     1.4.1      launchers.api_server.entry  on CPU: 24 pulls of 1P1D, none failed, equal tokens
+=========  =========  ==========================  =======================================================
 
 Every flag that kvlab writes exists, with the same meaning, in all three (their ``arg_utils.py`` compared).  From
 0.32 on ``vllm:nixl_num_failed_transfers`` also counts failed handshakes and notifications, the log line ends with
