@@ -5,10 +5,10 @@ vLLM       NIXL       entry point                 seen
 =========  =========  ==========================  =======================================================
 0.23.0     1.4.1      openai.api_server           on a GPU; no merging of descriptors
 0.30.0     1.4.1      launchers.api_server.entry  on CPU; what the ``cpu`` extra pins
-0.32.0     1.4.1      launchers.api_server.entry  on CPU: 24 pulls of 1P1D, none failed, equal tokens
+0.32.0     1.4.1      launchers.api_server.entry  on CPU: 24 pulls of 1P1D, none failed; one answer compared
 =========  =========  ==========================  =======================================================
 
-Every flag that kvlab writes exists, with the same meaning, in all three (their ``arg_utils.py`` compared).  From
+Every flag that kvlab writes exists in all three (their ``arg_utils.py`` compared).  From
 0.32 on ``vllm:nixl_num_failed_transfers`` also counts failed handshakes and notifications, the log line ends with
 failure counts, and ``vllm:nixl_num_notifications_after_expiry`` is new.  The names of NIXL's metrics and log fields
 over the versions are in :mod:`kvlab.capture.vllm`.
