@@ -85,6 +85,15 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def ratio_points(ratios: pd.DataFrame) -> pd.DataFrame:
+    """Return ratios ready for :func:`points_with_interval`: a text for each, a point where there is no interval."""
+    return ratios.assign(
+        low=ratios["low"].fillna(ratios["ratio"]),
+        high=ratios["high"].fillna(ratios["ratio"]),
+        text=ratios["ratio"].map("{:.2f}x".format) + ratios["different"].map({True: "", False: " (not resolved)"}),
+    )
+
+
 def arm_colour(arms: Sequence[str]) -> alt.Color:
     """Give each arm its colour, in the run's order."""
     return alt.Color("arm:N", title="", scale=alt.Scale(domain=list(arms), range=PALETTE[: len(arms)]), sort=list(arms))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -178,17 +177,9 @@ class Pair:
 
     def _start(self) -> None:
         for side in ("target", "initiator"):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                os.set_inheritable(theirs.fileno(), True)
-                self._processes[side] = local.start(
-                    local.python("-m", "kvlab.pull_agent", str(theirs.fileno()), str(os.getpid())),
-                    env=environment(self.arm, side),
-                    log=self.logs[side],
-                    place=self.places[side],
-                    pass_fds=(theirs.fileno(),),
-                )
-            self._ends[side] = Connection(ours.detach())
+            self._processes[side], self._ends[side] = local.start_speaking(
+                "kvlab.pull_agent", env=environment(self.arm, side), log=self.logs[side], place=self.places[side]
+            )
         token = secrets.token_hex(4)
         for side in ("target", "initiator"):
             self._send(

@@ -24,8 +24,8 @@ FLOOR = 0.05
 TIMES = 4.0
 
 
-def prompts(count: int, tokens: int, seed: int, vocab: int) -> list[list[int]]:
-    """Return random prompts as token numbers; the first three of the vocabulary are special."""
+def prompts(count: int, tokens: int, seed: int, vocab: int = 1000) -> list[list[int]]:
+    """Return random prompts as token numbers below ``vocab``, which any model has; the first three are special."""
     rng = np.random.default_rng(seed)
     return [[int(x) for x in rng.integers(3, vocab, tokens)] for _ in range(count)]
 

@@ -11,10 +11,8 @@ Prompts come from the seed alone, so every arm gets the same ones.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +84,8 @@ class Generator:
         self._ready = False
 
     def __enter__(self) -> Generator:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            os.set_inheritable(theirs.fileno(), True)
-            env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-            words = local.python("-m", "kvlab.engines.bench", str(theirs.fileno()), str(os.getpid()))
-            self._process = local.start(words, env=env, log=self.log, pass_fds=(theirs.fileno(),))
-        self._end = Connection(ours.detach())
+        env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process, self._end = local.start_speaking("kvlab.engines.bench", env=env, log=self.log)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -23,7 +23,7 @@ from kvlab.engines.router import Router
 from kvlab.engines.vllm import Command, Engine
 from kvlab.errors import BadInput
 from kvlab.measures.common import progress
-from kvlab.measures.engines import Bench, Engines, engine, model_of
+from kvlab.measures.engines import Bench, Engines, engine, memory_of, model_of
 from kvlab.params import ChunkFirst, EngineArm, TcpCrossover
 from kvlab.runs import Run, safe_name
 
@@ -94,7 +94,7 @@ def measure(params: ChunkFirst, run: Run) -> None:
     order = np.random.default_rng(params.seed).permutation(len(todo))
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
-        with bench.evidence([params.pd_arm], "cuda" if params.decode_gpus else "host"):
+        with bench.evidence([params.pd_arm], memory_of(params)):
             _configurations(params, run, bench, [todo[i] for i in order])
 
 
@@ -135,7 +135,7 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
     target = engines.cluster.engines[0]
     for tokens in params.step_prompt_tokens:
         for repetition in range(-1, params.step_repetitions):
-            prompt = answers.prompts(1, tokens, params.seed + 100 * repetition + tokens, 1000)[0]
+            prompt = answers.prompts(1, tokens, params.seed + 100 * repetition + tokens)[0]
             body = {"model": target.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
             # Long enough to outlast the prompt's prefill: as many tokens as steps, and some before and after.
             length = 64 + 2 * -(-tokens // max(1, chunk - 1))

@@ -129,6 +129,15 @@ def relative_logs(run: Run, logs: Mapping[str, Path]) -> dict[str, str]:
     return {k: str(v.relative_to(run.path)) for k, v in logs.items()}
 
 
+def describe(run: Run, pairs: Mapping[str, Pair]) -> None:
+    """Put each arm's resolved options, logs and NIXL version into the manifest."""
+    run.update(
+        resolved={label: as_parameters(pair.options) for label, pair in pairs.items()},
+        logs={label: relative_logs(run, pair.logs) for label, pair in pairs.items()},
+        versions_of_agents=next(iter(pairs.values())).versions,
+    )
+
+
 def as_parameters(model: Any) -> dict[str, Any]:
     """Return a dataclass of resolved options as plain data for the manifest."""
     return dict(vars(model))

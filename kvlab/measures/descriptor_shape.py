@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from kvlab.errors import BadInput
-from kvlab.measures.common import as_parameters, limit_rows, progress, record_evidence, relative_logs
+from kvlab.measures.common import describe, limit_rows, progress, record_evidence
 from kvlab.params import DescriptorShape
 from kvlab.pull import Case, Options, Pair, Rows, check_memory
 from kvlab.runs import Run
@@ -74,11 +74,7 @@ def measure(params: DescriptorShape, run: Run) -> None:
         pairs = {
             arm.label: stack.enter_context(Pair(arm, Options.of(params, arm), todo, run.logs)) for arm in params.arms
         }
-        run.update(
-            resolved={label: as_parameters(pair.options) for label, pair in pairs.items()},
-            logs={label: relative_logs(run, pair.logs) for label, pair in pairs.items()},
-            versions_of_agents=next(iter(pairs.values())).versions,
-        )
+        describe(run, pairs)
         stack.callback(rows.flush)
         cells = [(label, case) for label in pairs for case in todo]
         for repetition in progress(range(-params.warmup, params.repetitions), "rounds"):
@@ -110,7 +106,7 @@ def measure(params: DescriptorShape, run: Run) -> None:
         if limits:
             run.write("limits", pd.DataFrame(limits))
     frame = pd.DataFrame(rows.rows)
-    done = frame[~frame["warmup"]].groupby(["arm", "case"], as_index=False)["repetition"].nunique()
+    done = frame[~frame["warmup"]].groupby(["arm", "case"])["repetition"].nunique().reset_index()
     for arm, case, n in zip(done["arm"], done["case"], done["repetition"], strict=True):
         short = n < params.repetitions
         note = f"stopped after {params.cell_limit_s:g} s (cell_limit_s)" if short else ""

@@ -20,7 +20,7 @@ from kvlab.engines.model import StandIn
 from kvlab.engines.router import Router
 from kvlab.engines.vllm import Command, Engine, Role
 from kvlab.errors import KvlabError, RunFailed
-from kvlab.measures.common import record_evidence
+from kvlab.measures.common import record_evidence, relative_logs
 from kvlab.params import Arm, EngineArm, EngineParams
 from kvlab.placement import reach
 from kvlab.placement.local import Place
@@ -60,6 +60,16 @@ def engine(params: EngineParams, arm: EngineArm, role: Role, model: str, **chang
 def pair(params: EngineParams, arm: EngineArm, model: str) -> list[Engine]:
     """Return one prefill and one decode engine."""
     return [engine(params, arm, "prefill", model), engine(params, arm, "decode", model)]
+
+
+def memory_of(params: EngineParams) -> str:
+    """Return where the KV lies, in UCX's word: ``cuda`` or ``host``."""
+    return "cuda" if params.decode_gpus else "host"
+
+
+def in_turn(arms: Sequence[EngineArm], starts: int) -> list[tuple[int, EngineArm]]:
+    """Return (start, arm) of every start of engines, the arms' order turned round at every other start."""
+    return [(start, arm) for start in range(starts) for arm in (arms if start % 2 == 0 else arms[::-1])]
 
 
 def dry_run(params: Any) -> list[Command]:
@@ -153,10 +163,8 @@ class Bench:
                 self.run.write(table, pd.concat(frames, ignore_index=True))
         if self.phases:
             self.run.write("phases", pd.DataFrame(self.phases))
-        self.run.update(ring_losses=self.losses, logs=self._relative())
-
-    def _relative(self) -> dict[str, dict[str, str]]:
-        return {a: {k: str(v.relative_to(self.run.path)) for k, v in d.items()} for a, d in self.logs.items()}
+        logs = {arm: relative_logs(self.run, files) for arm, files in self.logs.items()}
+        self.run.update(ring_losses=self.losses, logs=logs)
 
 
 @dataclass
@@ -168,7 +176,6 @@ class Engines:
     cluster: launch.Cluster
     followers: list[nixl.Follower]
     start: int
-    ready: float = field(default_factory=time.time)
     _requests: list[pd.DataFrame] = field(default_factory=list)
 
     def _scrape(self) -> dict[str, str]:

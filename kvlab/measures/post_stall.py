@@ -18,7 +18,7 @@ from kvlab.engines import pd as handover
 from kvlab.engines.load import Generator, Load
 from kvlab.errors import RunFailed
 from kvlab.measures.common import progress
-from kvlab.measures.engines import Bench, Engines, dry_run, model_of, pair
+from kvlab.measures.engines import Bench, Engines, dry_run, in_turn, memory_of, model_of, pair
 from kvlab.params import PostStall
 from kvlab.runs import Run
 
@@ -28,10 +28,10 @@ __all__ = ["dry_run", "measure"]
 def _send(engines: Engines, prompt: list[int], pull: bool) -> None:
     cluster = engines.cluster
     body = {"model": cluster.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-    path = "/v1/completions"
-    answer = handover.post(cluster.prefill[0].url + path, handover.prefill_request(body))
     if pull:
-        handover.post(cluster.decode[0].url + path, handover.decode_request(body, answer))
+        cluster.complete(body)
+    else:
+        handover.post(cluster.prefill[0].url + "/v1/completions", handover.prefill_request(body))
 
 
 def _inject(params: PostStall, engines: Engines, tokens: int, pull: bool, seed: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _inject(params: PostStall, engines: Engines, tokens: int, pull: bool, seed: 
 
     threads = []
     began = time.monotonic()
-    for number, prompt in enumerate(answers.prompts(params.pulls, tokens, seed, 1000)):
+    for number, prompt in enumerate(answers.prompts(params.pulls, tokens, seed)):
         time.sleep(max(0.0, began + number * params.interval_s - time.monotonic()))
         threads.append(threading.Thread(target=one, args=(prompt,), daemon=True))
         threads[-1].start()
@@ -61,16 +61,15 @@ def measure(params: PostStall, run: Run) -> None:
     rng = np.random.default_rng(params.seed)
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
-        with bench.evidence(params.arms, "cuda" if params.decode_gpus else "host"):
+        with bench.evidence(params.arms, memory_of(params)):
             _starts(params, bench, model, rng)
 
 
 def _starts(params: PostStall, bench: Bench, model: str, rng: np.random.Generator) -> None:
-    starts = [(s, arm) for s in range(params.starts) for arm in (params.arms if s % 2 == 0 else params.arms[::-1])]
-    for start, arm in progress(starts, "engine starts"):
+    for start, arm in progress(in_turn(params.arms, params.starts), "engine starts"):
         with bench.up(arm, pair(params, arm, model), start=start, limit_s=params.start_limit_s) as engines:
             for tokens in params.pulled_prompt_tokens:  # NIXL's handshake and first shapes, kept out
-                _send(engines, answers.prompts(1, tokens, params.seed + 7, 1000)[0], True)
+                _send(engines, answers.prompts(1, tokens, params.seed + 7)[0], True)
             for repetition in range(-params.warmup, params.repetitions):
                 todo = [(t, kind) for t in params.pulled_prompt_tokens for kind in ("pull", "control")]
                 for number in rng.permutation(len(todo)):

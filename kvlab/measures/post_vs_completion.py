@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from kvlab import kv_layout
-from kvlab.measures.common import as_parameters, counted, limit_rows, progress, record_evidence, relative_logs
+from kvlab.measures.common import counted, describe, limit_rows, progress, record_evidence
 from kvlab.params import PostVsCompletion
 from kvlab.pull import Case, Options, Pair, Rows, check_memory
 from kvlab.runs import Run
@@ -43,11 +43,7 @@ def measure(params: PostVsCompletion, run: Run) -> None:
             )
             for arm in params.arms
         }
-        run.update(
-            resolved={label: as_parameters(pair.options) for label, pair in pairs.items()},
-            logs={label: relative_logs(run, pair.logs) for label, pair in pairs.items()},
-            versions_of_agents=next(iter(pairs.values())).versions,
-        )
+        describe(run, pairs)
         stack.callback(rows.flush)
         turn = stack.enter_context(counted(run))
         for repetition in progress(range(-params.warmup, params.repetitions), "rounds"):
@@ -67,12 +63,13 @@ def measure(params: PostVsCompletion, run: Run) -> None:
         if limits:
             run.write("limits", pd.DataFrame(limits))
     frame = pd.DataFrame(rows.rows)
+    place = "cuda" if params.memory == "VRAM" else "host"
     record_evidence(
         run,
         params.arms,
         {label: pair.logs for label, pair in pairs.items()},
         descriptor_bytes=all_cases[0].descriptor_bytes,
-        local="cuda" if params.memory == "VRAM" else "host",
-        remote="cuda" if params.memory == "VRAM" else "host",
+        local=place,
+        remote=place,
         descriptors={str(k): int(n) for k, n in frame.groupby("arm")["descriptors"].sum().items()},
     )

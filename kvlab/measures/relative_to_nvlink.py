@@ -16,7 +16,7 @@ from kvlab.engines import answers
 from kvlab.engines.load import Generator, Load
 from kvlab.engines.router import Router
 from kvlab.measures.common import progress
-from kvlab.measures.engines import Bench, dry_run, model_of, pair
+from kvlab.measures.engines import Bench, dry_run, in_turn, memory_of, model_of, pair
 from kvlab.params import RelativeToNvlink
 from kvlab.runs import Run
 
@@ -28,19 +28,18 @@ def measure(params: RelativeToNvlink, run: Run) -> None:
     model, began = model_of(params), time.time()
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
-        with bench.evidence(params.arms, "cuda" if params.decode_gpus else "host"):
+        with bench.evidence(params.arms, memory_of(params)):
             _starts(params, run, bench, model)
 
 
 def _starts(params: RelativeToNvlink, run: Run, bench: Bench, model: str) -> None:
     checked: list[pd.DataFrame] = []
-    starts = [(s, arm) for s in range(params.starts) for arm in (params.arms if s % 2 == 0 else params.arms[::-1])]
-    for start, arm in progress(starts, "engine starts"):
+    for start, arm in progress(in_turn(params.arms, params.starts), "engine starts"):
         router = Router() if params.hand_over == "router" else None
         specs = pair(params, arm, model)
         with bench.up(arm, specs, start=start, router=router, limit_s=params.start_limit_s) as engines:
             if params.answer_prompts and start == 0:
-                asked = answers.prompts(params.answer_prompts, min(params.prompt_tokens), params.seed, 1000)
+                asked = answers.prompts(params.answer_prompts, min(params.prompt_tokens), params.seed)
                 checked.append(answers.check(engines.cluster, asked).assign(arm=arm.label, start=start))
                 run.write("answers", pd.concat(checked, ignore_index=True))
             for repetition in range(-1, params.repetitions):

@@ -25,7 +25,7 @@ from kvlab.engines.load import Generator, Load
 from kvlab.engines.vllm import Command, Engine
 from kvlab.measures.chunk_first import step_times
 from kvlab.measures.common import progress
-from kvlab.measures.engines import Bench, Engines, engine, model_of
+from kvlab.measures.engines import Bench, Engines, engine, memory_of, model_of
 from kvlab.params import EngineArm, TcpCrossover
 from kvlab.placement.link import Link
 from kvlab.runs import Run, safe_name
@@ -152,7 +152,7 @@ def measure(params: TcpCrossover, run: Run) -> None:
     model, began = model_of(params), time.time()
     run.update(kv=kv_of(params, model))
     points, found = Points(params, run, params.rates_gbps), list[pd.DataFrame]()
-    memory = "cuda" if params.decode_gpus else "host"
+    memory = memory_of(params)
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
         with bench.evidence([params.pd_arm], memory):

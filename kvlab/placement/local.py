@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -68,6 +70,18 @@ def start(
 def python(*words: str) -> list[str]:
     """Return the command line of a module run by this very interpreter."""
     return [sys.executable, *words]
+
+
+def start_speaking(
+    module: str, *, env: Mapping[str, str], log: Path, place: Place = LOCAL
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start ``python -m MODULE FD PARENT`` with a socket on FD, and return the process and our end of it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        os.set_inheritable(theirs.fileno(), True)
+        words = python("-m", module, str(theirs.fileno()), str(os.getpid()))
+        process = start(words, env=env, log=log, place=place, pass_fds=(theirs.fileno(),))
+    return process, Connection(ours.detach())
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> int:

@@ -160,13 +160,7 @@ def page(base: Run, names: list[str], ratios: pd.DataFrame, differ: pd.DataFrame
     parts.append(f"<p>Ratios are to {html.escape(names[0])}, arm by arm, with 95 percent intervals.</p>")
     parts += [f"<p><b>Warning:</b> {html.escape(line)}</p>" for line in warnings]
     if len(ratios):
-        frame = ratios.assign(
-            case=ratios["arm"] + ", " + ratios["case"],
-            arm=ratios["run"],
-            low=ratios["low"].fillna(ratios["ratio"]),
-            high=ratios["high"].fillna(ratios["ratio"]),
-            text=ratios["ratio"].map("{:.2f}x".format) + ratios["different"].map({True: "", False: " (not resolved)"}),
-        )
+        frame = charts.ratio_points(ratios).assign(case=ratios["arm"] + ", " + ratios["case"], arm=ratios["run"])
         for quantity, own in frame.groupby("quantity", sort=False):
             heading = charts.title(f"Ratio of {quantity} to {names[0]}", None, "rounds of each run resampled apart")
             chart = charts.points_with_interval(

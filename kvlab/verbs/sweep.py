@@ -55,8 +55,8 @@ def grid(words: Sequence[str]) -> list[dict[str, str]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def begin(args: argparse.Namespace) -> tuple[Path, list[Cell]]:
-    """Make the sweep's folder with all cells waiting, every parameter set checked before the first runs."""
+def begin(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """Make the sweep's folder and its state, all cells waiting; every parameter set is checked before that."""
     experiment = experiments.get(args.experiment)
     experiments.require(experiment)
     name = args.file or experiment.default
@@ -70,8 +70,9 @@ def begin(args: argparse.Namespace) -> tuple[Path, list[Cell]]:
         given: dict[str, Any] = {**base, **cell["parameters"]}
         params.validate(experiment.name, given, f"cell {cell['axes']}")
     folder = runs.new_folder(f"{experiment.name}-sweep", out=args.out)
-    save(folder, {"experiment": experiment.name, "file": str(path) if path else "", "cells": cells})
-    return folder, cells
+    state = {"experiment": experiment.name, "file": str(path) if path else "", "cells": cells}
+    save(folder, state)
+    return folder, state
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:
@@ -121,8 +122,7 @@ def main(args: argparse.Namespace) -> int:
         if state["experiment"] != experiments.get(args.experiment).name:
             raise BadInput(f"{folder} is a sweep of {state['experiment']}")
     else:
-        folder, _ = begin(args)
-        state = json.loads((folder / "sweep.json").read_text("utf-8"))
+        folder, state = begin(args)
     todo = [c for c in state["cells"] if c["outcome"] not in ("completed", "contradicted")]
     for cell in todo:
         cell["words"] = command(state, cell, folder, args.measure_only)

@@ -13,9 +13,8 @@ from kvlab.analysis.join import ttft_parts
 from kvlab.analysis.split import median_interval, warm
 from kvlab.runs import Run
 from kvlab.views import arms, baseline
+from kvlab.views import descriptor_shape as shape
 
-#: NIXL's split_batch_size: a pull of fewer descriptors is posted by one thread
-SPLIT = 1024
 #: published quantity -> ours
 PUBLISHED = {
     "kv_pull_time_relative": "KV pull, one at a time",
@@ -71,14 +70,8 @@ def ratio_table(found: pd.DataFrame, run: Run) -> gt.GT:
 
 def ratio_chart(found: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw the ratios with intervals, a panel a quantity."""
-    frame = found.assign(
-        case=found["quantity"] + ", " + found["prompt_tokens"].map(charts.lengths),
-        text=[
-            f"{r:.2f}x{'' if d else ' (not resolved)'}" for r, d in zip(found["ratio"], found["different"], strict=True)
-        ],
-        low=found["low"].fillna(found["ratio"]),
-        high=found["high"].fillna(found["ratio"]),
-    )
+    case = found["quantity"] + ", " + found["prompt_tokens"].map(charts.lengths)
+    frame = charts.ratio_points(found).assign(case=case)
     chart = charts.points_with_interval(
         frame,
         charts.title(f"Relative to {baseline(run)}", run, sentence(run)),
@@ -256,14 +249,12 @@ def block_sizes(engines: Run, agents: Run, agents_arm: str) -> pd.DataFrame:
     """Return engine pulls by block size, beside what the cost model of two bare agents predicts for the same shapes.
 
     :param engines: a run whose arms differ in block size only
-    :param agents: a descriptor-shape run on the same machine; the model is fitted to its arm ``agents_arm``
+    :param agents: a descriptor-shape run on the same machine, whose model of arm ``agents_arm`` with threads predicts
     """
     pulls = analysis.with_blocks(warm(engines.table("pulls")))
     asked = analysis.with_blocks(warm(engines.table("requests")))
-    shapes = agents.table("pulls")
-    kept = (shapes["arm"] == agents_arm) & (shapes["in_flight"] == 1) & (shapes["poll_interval_us"] == 0)
-    kept &= shapes["descriptors"] >= SPLIT  # below, NIXL does not share a pull out among its threads
-    model = cost.fit(shapes[kept])
+    # Below the split NIXL does not share a pull out among its threads.
+    model = shape.models(agents)[f"{agents_arm}{shape.PART}{shape.SPLIT_AT:,} and up"]
     rows = []
     for (arm, tokens), own in pulls.groupby(["arm", "prompt_tokens"], sort=False):
         n, size = int(own["descriptors"].median()), int(own["bytes"].median())
