@@ -150,8 +150,8 @@ class Bench:
         started = [arm for arm in arms if arm.label in self.logs]
         if not started:
             return
-        pulls = self.run.table("pulls")
-        sizes = pulls["descriptor_bytes"].dropna() if len(pulls) else pulls.get("descriptor_bytes", pd.Series())
+        # Pulls from before the first phase have no descriptor count, so a run that ended there has no such column.
+        sizes = self.run.table("pulls").get("descriptor_bytes", pd.Series(dtype=float)).dropna()
         size = int(sizes.median()) if len(sizes) else 128 * 1024
         record_evidence(self.run, started, self.logs, descriptor_bytes=size, local=memory, remote=memory)
 
