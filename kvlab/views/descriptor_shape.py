@@ -16,15 +16,15 @@ import numpy as np
 import pandas as pd
 
 from kvlab import charts, runs, tables
-from kvlab.analysis import compare, cost, split
+from kvlab.analysis import compare, cost, split, tcp
 from kvlab.capture.ucx import agrees
 from kvlab.measures.descriptor_shape import size_text
 from kvlab.runs import Run
 from kvlab.views import arms
 
 PLAIN, PART = "plain", " · "
-#: from this count up NIXL's UCX backend shares a transfer among its threads (split_batch_size)
-SPLIT_AT = 1024
+#: from this count up NIXL's UCX backend shares a transfer among its threads
+SPLIT_AT = tcp.PIECE
 #: descriptor size that the predictions are about, next to the published 125 KB
 PREDICTED_AT = 128 << 10
 #: transport -> least and largest ratio of the pull in descriptors of that size to the pull in one
