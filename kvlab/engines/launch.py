@@ -39,6 +39,8 @@ from kvlab.placement import local
 from kvlab.placement.local import Place
 
 _given: set[int] = set()
+#: what a watcher breaks the main thread off with
+BREAK = signal.SIGUSR1
 
 
 def free_ports() -> Iterator[int]:
@@ -280,13 +282,17 @@ def _stop(running: Sequence[Running], grace_s: float) -> None:
 
 
 class _Watch(threading.Thread):
-    """Looks for the end of any process, and then breaks the main thread's work off with SIGINT."""
+    """Looks for the end of any process, and then breaks the main thread's work off as Ctrl-C would.
+
+    By a signal of its own: a shell starts background jobs with SIGINT ignored, and SIGINT would then break nothing.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(name="kvlab-engines", daemon=True)
         self._cluster, self._lock, self._off = cluster, threading.Lock(), threading.Event()
         main = threading.current_thread() is threading.main_thread()
         self._main = threading.get_ident() if main else None
+        self._before = signal.signal(BREAK, signal.default_int_handler) if main else None
         self.start()
 
     def run(self) -> None:
@@ -297,11 +303,11 @@ class _Watch(threading.Thread):
                     if not self._off.is_set():
                         self._cluster.died = "; ".join(fates)
                         if self._main is not None:
-                            signal.pthread_kill(self._main, signal.SIGINT)
+                            signal.pthread_kill(self._main, BREAK)
                 return
 
     def stop(self) -> None:
-        """Let go; a SIGINT that was on its way is swallowed, ``cluster.died`` says it all.  Safe to call twice."""
+        """Let go; a break that was on its way is swallowed, ``cluster.died`` says it all.  Safe to call twice."""
         while self.is_alive():
             try:
                 with self._lock:
@@ -310,6 +316,9 @@ class _Watch(threading.Thread):
             except KeyboardInterrupt:
                 if not self._cluster.died:
                     raise
+        if self._before is not None:
+            signal.signal(BREAK, self._before)
+            self._before = None
 
 
 @contextlib.contextmanager

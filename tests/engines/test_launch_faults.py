@@ -125,6 +125,20 @@ def test_killed_in_mid_load_breaks_the_block_off(tmp_path, victim):
     assert left(tmp_path) == []
 
 
+def test_death_breaks_off_where_sigint_is_ignored(tmp_path):
+    # As in a job that a script put into the background.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(RunFailed, match="^decode-0 was killed by SIGKILL"), up(tmp_path, fake(tmp_path)):
+            os.kill(json.loads((tmp_path / "decode-0.json").read_text())["pids"][0], signal.SIGKILL)
+            time.sleep(60)
+            pytest.fail("the block went on")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(launch.BREAK) == signal.SIG_DFL
+    assert left(tmp_path) == []
+
+
 def test_death_behind_a_failed_request_is_named(tmp_path):
     # the probe is the first request
     with pytest.raises(RunFailed, match="decode-0 ended with code 3: MemoryError: out of blocks"):
