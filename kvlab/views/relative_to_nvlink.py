@@ -64,7 +64,7 @@ def ratio_table(found: pd.DataFrame, run: Run) -> gt.GT:
         title=f"Relative to {baseline(run)}",
         labels={**labels, "interval": "95 % interval", "resolved": "Differs from 1", "n": "Rounds"},
         decimals={"prompt_tokens": 0, "ratio": 2},
-        note=f"Ratios of medians of rounds. {sentence(run)}.",
+        note=f"Ratios of medians of rounds; {sentence(run)}.",
     )
 
 
