@@ -129,7 +129,7 @@ def test_death_breaks_off_where_sigint_is_ignored(tmp_path):
     # As in a job that a script put into the background.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with pytest.raises(RunFailed, match="^decode-0 was killed by SIGKILL"), up(tmp_path, fake(tmp_path)):
+        with pytest.raises(RunFailed, match=r"^decode-0 was killed by SIGKILL"), up(tmp_path, fake(tmp_path)):
             os.kill(json.loads((tmp_path / "decode-0.json").read_text())["pids"][0], signal.SIGKILL)
             time.sleep(60)
             pytest.fail("the block went on")
