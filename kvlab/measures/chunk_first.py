@@ -10,6 +10,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,20 @@ def _configurations(
                     engines.phase(load, chunk_tokens=chunk)
             if params.step_prompt_tokens and specs[0].role == "replica":
                 steps.append(step_times(engines, params, chunk, bench.began_s).assign(arm=arm.label))
-                run.write("steps", pd.concat(steps, ignore_index=True))
+                write_steps(run, steps)
+
+
+def write_steps(run: Run, found: list[pd.DataFrame]) -> None:
+    """Write table ``steps``; a chunk whose prompts all had other gaps than chunks has no rows."""
+    if kept := [frame for frame in found if len(frame)]:
+        run.write("steps", pd.concat(kept, ignore_index=True))
+
+
+def whole_chunks(lengths: Sequence[int], chunk: int) -> list[int]:
+    """Return prompts of whole steps about as long as ``lengths``: one slot of a step is the running request's, and a
+    last step of few tokens could not be told from its own."""
+    own = chunk - 1
+    return sorted({max(1, n // own) * own for n in lengths})
 
 
 def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, began_s: float) -> pd.DataFrame:
@@ -133,7 +147,7 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
     """
     rows: list[dict[str, Any]] = []
     target = engines.cluster.engines[0]
-    for tokens in params.step_prompt_tokens:
+    for tokens in whole_chunks(params.step_prompt_tokens, chunk):
         for repetition in range(-1, params.step_repetitions):
             prompt = answers.prompts(1, tokens, params.seed + 100 * repetition + tokens)[0]
             body = {"model": target.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}

@@ -23,7 +23,7 @@ from kvlab.analysis import cases, steps
 from kvlab.engines import launch
 from kvlab.engines.load import Generator, Load
 from kvlab.engines.vllm import Command, Engine
-from kvlab.measures.chunk_first import step_times
+from kvlab.measures.chunk_first import step_times, write_steps
 from kvlab.measures.common import progress
 from kvlab.measures.engines import Bench, Engines, engine, memory_of, model_of
 from kvlab.params import EngineArm, TcpCrossover
@@ -160,8 +160,8 @@ def measure(params: TcpCrossover, run: Run) -> None:
             for chunk in progress([int(c) for c in order], "replicas"):
                 arm, specs = replicas(params, model, chunk)
                 with bench.up(arm, specs, limit_s=params.start_limit_s) as engines:
-                    found.append(step_times(engines, whole_chunks(params, chunk), chunk, began).assign(arm=arm.label))
-                    run.write("steps", pd.concat(found, ignore_index=True))
+                    found.append(step_times(engines, params, chunk, began).assign(arm=arm.label))
+                    write_steps(run, found)
                     points.replica(engines, "calibrate", params.calibrate_tokens, chunk)
             if not params.one_p_one_d:
                 return
@@ -184,12 +184,3 @@ def across(params: TcpCrossover, run: Run, bench: Bench, points: Points, model: 
             points.both(engines, "calibrate", params.calibrate_tokens, link)
             run.update(prediction={"fixed_s": time.time() - bench.began_s, **predict(run, params, points.rates)})
             points.both(engines, "check", params.check_tokens, link)
-
-
-def whole_chunks(params: TcpCrossover, chunk: int) -> TcpCrossover:
-    """Return the parameters with prompts of whole steps: one slot of a step is the running request's, and a last step
-    of few tokens could not be told from its own."""
-    own = chunk - 1
-    return params.model_copy(
-        update={"step_prompt_tokens": sorted({max(1, n // own) * own for n in params.step_prompt_tokens})}
-    )

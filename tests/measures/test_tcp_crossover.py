@@ -48,12 +48,6 @@ def test_what_is_started(asked):
     assert [c.role for c in alone] == ["replica"] * 2 and not any("--kv-transfer-config" in c.argv for c in alone)
 
 
-def test_prompts_of_whole_steps(asked):
-    asked = asked.model_copy(update={"step_prompt_tokens": [100, 512, 2048]})
-    assert measures.whole_chunks(asked, 256).step_prompt_tokens == [255, 510, 2040]
-    assert measures.whole_chunks(asked, 64).step_prompt_tokens == [63, 504, 2016]
-
-
 @pytest.fixture
 def run(asked, tmp_path):
     """A calibration made by hand: 40 ms beside the steps; a transfer takes 10 ms and the link's whole rate."""
