@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Protocol
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,9 +29,31 @@ class Place:
     env: Mapping[str, str] = field(default_factory=dict)
     #: the address at which processes in this place reach each other
     address: str = "127.0.0.1"
+    #: a :class:`kvlab.placement.ray.Node`, which starts what runs there
+    node: Any = None
 
 
 LOCAL = Place()
+
+
+class Started(Protocol):
+    """A process, here or on a node of a cluster."""
+
+    @property
+    def pid(self) -> int:
+        """Its id on its machine."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -74,8 +97,11 @@ def python(*words: str) -> list[str]:
 
 def start_speaking(
     module: str, *, env: Mapping[str, str], log: Path, place: Place = LOCAL
-) -> tuple[subprocess.Popen[bytes], Connection]:
+) -> tuple[Started, Connection]:
     """Start ``python -m MODULE FD PARENT`` with a socket on FD, and return the process and our end of it."""
+    if place.node:
+        on_node: tuple[Started, Connection] = place.node.start_speaking(module, env, log)
+        return on_node
     ours, theirs = socket.socketpair()
     with theirs:
         os.set_inheritable(theirs.fileno(), True)
@@ -84,7 +110,17 @@ def start_speaking(
     return process, Connection(ours.detach())
 
 
-def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> int:
+def guarded(
+    argv: Sequence[str], *, env: Mapping[str, str], log: Path, lifeline: int, grace_s: float, place: Place = LOCAL
+) -> subprocess.Popen[bytes]:
+    """Start ``argv`` under :mod:`kvlab.engines.guard`, which ends everything of it when ``lifeline`` closes."""
+    from kvlab.engines import guard
+
+    words = [sys.executable, "-S", "-E", str(Path(guard.__file__)), str(lifeline), str(grace_s), *argv]
+    return start(words, env=env, log=log, place=place, pass_fds=(lifeline,))
+
+
+def stop(process: Started, grace_s: float = 5) -> int:
     """Wait ``grace_s`` for the process to end by itself, then SIGTERM, then SIGKILL; return its code."""
     for action in (None, process.terminate, process.kill):
         if action is not None:
