@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,14 @@ def git(folder: Path | None = None) -> dict[str, Any] | None:
     return {"commit": commit.strip(), "dirty": bool(changed), "changed": changed[:20]}
 
 
-def environment() -> dict[str, str]:
+def steers(name: str) -> bool:
+    """Tell whether a variable steers transports or engines."""
+    return _ENVIRONMENT.match(name) is not None
+
+
+def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that steer transports and engines, sorted, secrets hidden."""
-    return {k: str(redacted(v, k)) for k, v in sorted(os.environ.items()) if _ENVIRONMENT.match(k)}
+    return {k: str(redacted(v, k)) for k, v in sorted(environ.items()) if steers(k)}
 
 
 def collect() -> dict[str, Any]:
