@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,14 +29,21 @@ def parse(text: str) -> set[int]:
     return found
 
 
+def move(pids: Iterable[int], cores: set[int]) -> None:
+    """Move every thread of ``pids`` to ``cores``."""
+    for task in [t for pid in pids for t in Path(f"/proc/{pid}/task").glob("*")]:
+        # A thread that has ended meanwhile needs no core.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(task.name), cores)
+
+
 def keep(cluster: Cluster) -> None:
-    """Move every thread of every CPU engine that was started here to the engine's own cores."""
+    """Move every thread of every CPU engine that was started by kvlab to the engine's own cores."""
     for command in cluster.commands:
         cores = parse(command.env.get("VLLM_CPU_OMP_THREADS_BIND", ""))
         for one in cluster.engines:
-            if one.name != command.name or not cores:
-                continue
-            for task in [t for pid in one.pids() for t in Path(f"/proc/{pid}/task").glob("*")]:
-                # A thread that has ended meanwhile needs no core.
-                with contextlib.suppress(OSError):
-                    os.sched_setaffinity(int(task.name), cores)
+            if one.name == command.name and cores:
+                if command.place.node and one.process:
+                    command.place.node.bind(one.process, cores)
+                else:
+                    move(one.pids(), cores)
