@@ -430,6 +430,11 @@ class Follower:
                     self._not_ready[name] = str(problem)
         self._scan_s = now
 
+    @staticmethod
+    def nothing() -> pd.DataFrame:
+        """Return no transfers, with all columns."""
+        return _frame([])
+
     def rows(self) -> pd.DataFrame:
         """Return every transfer so far: ring, operation, post_us, xfer_us, bytes, requests, start_s and its
         uncertainty (both NaN for a ring that was there before the follower).
