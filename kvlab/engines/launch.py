@@ -123,7 +123,7 @@ class Running:
     log: Path | None = None
     telemetry_dir: Path | None = None
     model: str = ""
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: local.Started | None = field(default=None, repr=False)
     #: seconds from start to ready
     ready_s: float | None = None
 
@@ -132,14 +132,16 @@ class Running:
         return scrape(self.url)
 
     def pids(self) -> list[int]:
-        """Return the process ids of the engine, its own first; empty for an attached one."""
-        return guard.descendants(self.process.pid) if self.process else []
+        """Return the process ids of the engine, its own first; empty for an attached one or one elsewhere."""
+        return guard.descendants(self.process.pid) if isinstance(self.process, subprocess.Popen) else []
 
     def fate(self) -> str | None:
         """Say how the process ended, with its own last error; None while it runs."""
         code = self.process.poll() if self.process else None
         if code is None:
             return None
+        if lost := getattr(self.process, "lost", ""):
+            return f"{self.name}: {lost}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         said = last_error(self.log) if self.log else ""
         return f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log})"
@@ -215,13 +217,14 @@ def _start(command: Command, lifeline: int, grace_s: float) -> Running:
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-        process = local.start(
-            [sys.executable, "-S", "-E", str(Path(guard.__file__)), str(lifeline), str(grace_s), *command.argv],
-            env={**os.environ, **command.env},
-            log=command.log,
-            place=command.place,
-            pass_fds=(lifeline,),
-        )
+        process: local.Started
+        if command.place.node:
+            process = command.place.node.start(command, grace_s)
+        else:
+            env = {**os.environ, **command.env}
+            process = local.guarded(
+                command.argv, env=env, log=command.log, lifeline=lifeline, grace_s=grace_s, place=command.place
+            )
     except OSError as error:
         raise RunFailed(f"cannot start {command.name}: {error.strerror} ({error.filename})") from None
     return Running(command.name, command.role, command.url, command.log, command.telemetry_dir, command.model, process)
@@ -276,7 +279,8 @@ def _stop(running: Sequence[Running], grace_s: float) -> None:
     finally:
         for process in processes:
             if process.poll() is None:
-                guard.kill_below(process.pid)
+                if isinstance(process, subprocess.Popen):
+                    guard.kill_below(process.pid)
                 process.kill()
                 process.wait()
 
