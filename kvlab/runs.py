@@ -271,30 +271,48 @@ def load(name: str | Path) -> Run:
         raise BadInput(f"{path / 'manifest.json'} cannot be read: {error}") from None
 
 
-def archive(folder: str | Path, target: str | Path) -> Path:
-    """Copy a run to ``target`` as a recording: tables, manifest, logs; no charts, no path of this machine.
+#: a recording's logs larger than this are packed
+PACKED_BYTES = 20_000
 
+
+def archive(folder: str | Path, target: str | Path) -> Path:
+    """Copy a run to ``target`` as a recording: tables, manifest, packed logs; no charts, rings or machine's paths.
+
+    The run may come from another machine: which paths were its own is read from the manifest as well.
     Raises BadInput when ``target`` is there already.
     """
+    import gzip
+    import re
     import shutil
     import sys
 
     source, target = find(folder), Path(target)
     if target.exists():
         raise BadInput(f"{target} is there already; a recording is not overwritten")
-    shutil.copytree(
-        source, target, ignore=shutil.ignore_patterns("charts", "notebook.ipynb", "report.html", "summary.json")
-    )
+    left = shutil.ignore_patterns("charts", "telemetry", "notebook.ipynb", "report.html", "summary.json")
+    shutil.copytree(source, target, ignore=left)
     manifest = json.loads((target / "manifest.json").read_text("utf-8"))
+    out, model = manifest["parameters"].get("out", ""), str(manifest["parameters"].get("model") or "")
+    places = {str(source): ".", sys.prefix: "$VENV", str(Path.cwd()): "$PWD", str(Path.home()): "~"}
+    if out.startswith("/"):
+        places |= {f"{out}/{manifest['experiment']}/{source.name}": ".", out: "runs"}
+    if model.startswith("/"):
+        places[str(Path(model).parent)] = "$MODELS"
+    if "/params/" in (file := str(manifest.get("parameter_file") or "")):
+        places[file.split("/params/")[0]] = "$PWD"
     manifest["parameters"]["out"] = "runs"
     write_atomic(target / "manifest.json", _json(manifest))
     # Longest first, so that a folder inside another one does not keep half a path.
-    places = {str(source): ".", sys.prefix: "$VENV", str(Path.cwd()): "$PWD", str(Path.home()): "~"}
+    known = sorted(((place, word) for place, word in places.items() if len(place) > 1), key=lambda p: -len(p[0]))
     for path in [target / "manifest.json", *(target / "logs").rglob("*")]:
         if path.is_file():
-            data = path.read_bytes()
-            for place, word in sorted(places.items(), key=lambda p: -len(p[0])):
-                if len(place) > 1:
-                    data = data.replace(place.encode(), word.encode())
-            path.write_bytes(data)
+            packed = path.suffix == ".gz"
+            text = gzip.decompress(path.read_bytes()) if packed else path.read_bytes()
+            for place, word in known:
+                text = text.replace(place.encode(), word.encode())
+            text = re.sub(rb"/[^\s\"']*/bin/(python[\d.]*)(?=[\s\"'])", rb"\1", text)
+            log = path.suffix == ".log" and len(text) > PACKED_BYTES
+            path.write_bytes(gzip.compress(text, mtime=0) if packed or log else text)
+            if log:
+                path.rename(path.with_name(path.name + ".gz"))
     return target
