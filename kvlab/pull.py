@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -102,9 +102,10 @@ class Options:
     seed: int = 1
 
     @classmethod
-    def of(cls, params: PullParams, arm: Arm) -> Options:
-        """Take the arm's values where it has them, the experiment's otherwise; resolve ``auto``."""
-        auto = (os.cpu_count() or 1) >= 8 if params.progress_thread == "auto" else params.progress_thread == "on"
+    def of(cls, params: PullParams, arm: Arm, cores: int | None = None) -> Options:
+        """Take the arm's values where it has them, the experiment's otherwise; resolve ``auto`` for ``cores``."""
+        many = (cores or os.cpu_count() or 1) >= 8
+        auto = many if params.progress_thread == "auto" else params.progress_thread == "on"
         return cls(
             memory=params.memory,
             initiator_gpu=params.initiator_gpu,
@@ -248,6 +249,8 @@ class Pair:
         process = self._processes[side]
         code = local.stop(process, 1)
         self.kill()
+        if lost := getattr(process, "lost", ""):
+            raise RunFailed(f"arm {self.arm.label!r}: {lost} ({side} process)")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         raise RunFailed(f"arm {self.arm.label!r}: the {side} process {how} in mid-run{self._last_words(side)}")
 
@@ -269,16 +272,26 @@ class Pair:
 
     # -- the work --------------------------------------------------------------------------------
 
-    def pull(self, case: Case, *, verify: bool = False, in_flight: int | None = None) -> list[dict[str, Any]]:
+    def pull(
+        self,
+        case: Case,
+        *,
+        verify: bool = False,
+        in_flight: int | None = None,
+        begin: Callable[[], float] | None = None,
+    ) -> list[dict[str, Any]]:
         """Do ``in_flight`` pulls of ``case`` at once and return a row of the ``pulls`` table for each.
 
         :param verify: compare every byte that arrived with what the target holds; RunFailed on a difference
+        :param begin: called just before the initiator is told to pull (other pairs may be waited for); its answer is
+            the row's ``start_s``
         """
         n = self._slots(case) if in_flight is None else in_flight
         poll_ms = self.options.poll_interval_ms if case.poll_interval_ms is None else case.poll_interval_ms
         pairs = [case.indices(slot, self.rng) for slot in range(n)]
         limit = self.options.pull_time_limit_s
         self._ask("target", 10, op="serve")
+        started = {"start_s": begin()} if begin else {}
         reply = self._ask(
             "initiator",
             limit + 10 + n * case.bytes / 50e6 * verify,
@@ -312,6 +325,7 @@ class Pair:
                     "in_flight": n,
                     "nixl_threads": self.options.nixl_threads,
                     "verified": True if verify else None,
+                    **started,
                 }
             )
         return rows
@@ -353,14 +367,14 @@ class Pair:
             end.close()
 
 
-def check_memory(pool_bytes: int, pairs: int, memory: str) -> None:
-    """Refuse pools that do not fit: two pools a pair, 10 percent kept free.  BadInput says the numbers."""
+def check_memory(pool_bytes: int, pairs: int, memory: str, *, pools: int = 2, free_bytes: int | None = None) -> None:
+    """Refuse pools that do not fit: ``pools`` a pair, 10 percent kept free.  BadInput says the numbers."""
     if memory != "DRAM":
         return
-    need, free = 2 * pairs * pool_bytes, psutil.virtual_memory().available
+    need, free = pools * pairs * pool_bytes, psutil.virtual_memory().available if free_bytes is None else free_bytes
     if need > 0.9 * free:
         raise BadInput(
-            f"the KV pools need {need / 1e9:.1f} GB ({pairs} pairs x 2 pools of {pool_bytes / 1e9:.2f} GB) and "
+            f"the KV pools need {need / 1e9:.1f} GB ({pairs} pairs x {pools} pools of {pool_bytes / 1e9:.2f} GB) and "
             f"{free / 1e9:.1f} GB of memory are free: lower prompt_tokens or in_flight, raise tp, or use fewer arms"
         )
 
