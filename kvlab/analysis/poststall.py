@@ -80,11 +80,14 @@ def met(pulls: pd.DataFrame, requests: pd.DataFrame, phases: pd.DataFrame) -> pd
 def fit(found: pd.DataFrame, value: str = "gap_ms", seed: int = 1) -> dict[str, Any]:
     """Fit ``value = a_ms + b * post_ms`` to rows of :func:`met`: ``b`` and ``a_ms`` with ``_low`` and ``_high``, ``n``.
 
-    Theil and Sen's line, which a few long gaps of another cause do not bend.  The interval resamples whole repetitions
-    (an arm's, of one start), ``blocks`` of them; below six it is nan.
+    Theil and Sen's line, which a few long gaps of another cause do not bend.  The interval resamples whole phases
+    (:data:`KEY`), ``blocks`` of them; below six it is nan.  A phase is the unit because its pulls share prompts, a
+    steady load and what the machine did meanwhile, while the next one begins all of these anew; :func:`contrast` pairs
+    the same unit.  Changed after the recordings: the unit had been an arm's whole repetition, of which the GPU run,
+    ended by a time limit, has five.
     """
     rows = found.dropna(subset=value)
-    blocks = [g[["post_ms", value]].to_numpy(float) for _, g in rows.groupby(["arm", "start", "repetition"])]
+    blocks = [g[["post_ms", value]].to_numpy(float) for _, g in rows.groupby(KEY)]
     names = ("b", "b_low", "b_high", "a_ms", "a_low_ms", "a_high_ms")
     if not blocks:
         return {**dict.fromkeys(names, np.nan), "n": 0, "blocks": 0}

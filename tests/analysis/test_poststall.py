@@ -26,11 +26,46 @@ def test_fit_and_verdict(slope, said):
     assert poststall.judge(line) == said
 
 
-def test_few_repetitions_leave_it_unresolved():
-    line = poststall.fit(poststall.met(*tables(1, repetitions=3)))
+def test_few_phases_leave_it_unresolved():
+    line = poststall.fit(poststall.met(*tables(1, repetitions=5)))
     assert line["b"] == pytest.approx(1)
     assert np.isnan(line["b_low"])
     assert poststall.judge(line) == "unresolved"
+
+
+def phases(lengths, repetitions):
+    """Two pulls a phase; a phase of its own is ``3 * repetition`` ms slower throughout, as where others run."""
+    rows = [
+        {"arm": "a", "start": 0, "pulled_tokens": n, "repetition": r, "post_ms": n / 100 + k}
+        for n in lengths
+        for r in range(repetitions)
+        for k in (0, 1)
+    ]
+    return pd.DataFrame(rows).assign(gap_ms=lambda f: 10 + f["post_ms"] + 3 * f["repetition"] * (-1) ** f["repetition"])
+
+
+def test_a_phase_is_what_is_resampled():
+    # Two lengths of three repetitions are six phases; one phase less, as in a run that broke off, gives no interval.
+    whole = phases((512, 2048), 3)
+    line = poststall.fit(whole)
+    assert (line["n"], line["blocks"]) == (12, 6)
+    assert line["b_low"] < 1 < line["b_high"]
+    short = poststall.fit(whole[:-2])
+    assert (short["n"], short["blocks"]) == (10, 5)
+    assert np.isnan([short["b_low"], short["b_high"]]).all()
+
+
+def test_more_pulls_of_the_same_phase_add_no_certainty():
+    once = phases((512, 2048), 3)
+    more = poststall.fit(pd.concat([once] * 4, ignore_index=True))
+    assert more.pop("n") == 4 * len(once)
+    line = poststall.fit(once)
+    line.pop("n")
+    assert more == pytest.approx(line)
+    # The same rows as phases of their own are another matter.
+    alone = poststall.fit(pd.concat([once.assign(start=k) for k in range(4)], ignore_index=True))
+    assert alone["blocks"] == 24
+    assert alone["b_high"] - alone["b_low"] < line["b_high"] - line["b_low"]
 
 
 @pytest.mark.parametrize(
