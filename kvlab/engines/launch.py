@@ -7,15 +7,18 @@
         cluster.url, cluster.engines[0].url, cluster.decode[0].telemetry_dir
 
 Each process runs under :mod:`kvlab.engines.guard`.  Ready means that /health says 200 and a completion of one
-token comes back, from every engine and then through the router, which makes the first, slow, pull.
+token comes back, from every engine and then through the router, which makes the first, slow, pull.  Dynamo's workers
+take no requests of their own: there the completion comes through the frontend alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.capture.vllm import scrape
-from kvlab.engines import cores, guard, pd, versions, vllm
+from kvlab.engines import cores, dynamo, guard, pd, versions, vllm
 from kvlab.engines import router as routers
+from kvlab.engines.dynamo import Dynamo
 from kvlab.engines.router import Router
 from kvlab.engines.vllm import Command, Engine
 from kvlab.errors import BadInput, Contradicted, RunFailed
@@ -57,7 +61,7 @@ def commands(
     specs: Sequence[Engine],
     *,
     folder: Path,
-    router: Router | None = None,
+    router: Router | Dynamo | None = None,
     places: Mapping[str, Place] | None = None,
     version: str = "",
     ports: Iterator[int] | None = None,
@@ -67,6 +71,7 @@ def commands(
 
     :param folder: where logs and telemetry go
     :param places: engine's name or role -> where it runs
+    :param router: a :class:`Dynamo` makes the engines its workers
     :param version: vLLM's; the installed one by default, or the one that the cpu extra pins
     """
     if not specs:
@@ -74,6 +79,8 @@ def commands(
     ports = free_ports() if ports is None else ports
     version = version or versions.installed() or versions.DEFAULT
     settled = vllm.settle(specs, ports, cores or sorted(os.sched_getaffinity(0)), places)
+    if isinstance(router, Dynamo):
+        return dynamo.commands(router, settled, ports, folder, places)
     out = [vllm.command(e, folder, version, vllm.place_of(e.name, e.role, places)) for e in settled]
     return [*out, routers.command(router, out, ports, folder)] if router else out
 
@@ -89,7 +96,10 @@ _ECHO = re.compile(
     r"|Engine core proc|EngineCore failed|EngineCore encountered|worker_busy_loop|WorkerProc hit|[Ss]hutting down"
 )
 _ERROR = re.compile(r"(^|[\s.])[A-Za-z]\w*(Error|Exception|Interrupt|Exit): |\berror: |\bERROR\b|\bFATAL\b|panicked at")
-_PREFIX = re.compile(r"^(\((\w+) pid=\d+\) )?((ERROR|FATAL|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] )?|^[\w.-]+: error: ")
+_PREFIX = re.compile(
+    r"^[\d-]+T[\d:.]+Z +[A-Z]+ |^[\w.-]+: error: "
+    r"|^(\((\w+) pid=\d+\) )?((ERROR|FATAL|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] )?"
+)
 
 
 def last_error(log: Path) -> str:
@@ -122,6 +132,8 @@ class Running:
     log: Path | None = None
     telemetry_dir: Path | None = None
     model: str = ""
+    #: see :class:`kvlab.engines.vllm.Command`
+    probe: str = "completion"
     process: local.Started | None = field(default=None, repr=False)
     #: seconds from start to ready
     ready_s: float | None = None
@@ -201,18 +213,22 @@ class Cluster:
         return pd.complete(self.prefill[0].url, self.decode[0].url, body, timeout_s=timeout_s)
 
 
-def healthy(url: str) -> bool:
-    """Tell whether /health says 200, asked through no proxy."""
+def healthy(url: str, model: str = "") -> bool:
+    """Tell whether /health says 200, and /v1/models has the ``model``, asked through no proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url + "/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
+            well = bool(answer.status == 200)
+        if not model:
+            return well
+        with opener.open(url + "/v1/models", timeout=2) as answer:
+            return well and model in [m["id"] for m in json.load(answer)["data"]]
+    except (urllib.error.URLError, OSError, ValueError, LookupError, TypeError):
         return False
 
 
 def _start(command: Command, lifeline: int, grace_s: float) -> Running:
-    folders = [command.log.parent, *([command.telemetry_dir] if command.telemetry_dir else [])]
+    folders = [f for f in (command.log.parent, command.telemetry_dir, command.scratch) if f]
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +242,8 @@ def _start(command: Command, lifeline: int, grace_s: float) -> Running:
             )
     except OSError as error:
         raise RunFailed(f"cannot start {command.name}: {error.strerror} ({error.filename})") from None
-    return Running(command.name, command.role, command.url, command.log, command.telemetry_dir, command.model, process)
+    c = command
+    return Running(c.name, c.role, c.url, c.log, c.telemetry_dir, c.model, c.probe, process)
 
 
 def _blame(cluster: Cluster) -> None:
@@ -243,11 +260,12 @@ def _wait_ready(cluster: Cluster, todo: list[Running], began: float, limit_s: fl
     body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
     while todo:
         cluster.check()
-        for one in [one for one in todo if healthy(one.url)]:
+        for one in [one for one in todo if healthy(one.url, one.model if one.probe == "listed" else "")]:
             left = max(1.0, deadline - time.monotonic())
             cores.keep(cluster)
             try:
-                pd.post(one.url + "/v1/completions", {"model": one.model, **body}, left)
+                if one.probe != "health":
+                    pd.post(one.url + "/v1/completions", {"model": one.model, **body}, left)
             except RunFailed as error:
                 _blame(cluster)
                 said = last_error(one.log) if one.log else ""
@@ -282,6 +300,11 @@ def _stop(running: Sequence[Running], grace_s: float) -> None:
                     guard.kill_below(process.pid)
                 process.kill()
                 process.wait()
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Watch(threading.Thread):
@@ -329,7 +352,7 @@ def up(
     specs: Sequence[Engine],
     *,
     folder: Path,
-    router: Router | None = None,
+    router: Router | Dynamo | None = None,
     places: Mapping[str, Place] | None = None,
     version: str = "",
     limit_s: float = 300,
@@ -347,6 +370,9 @@ def up(
         error line is quoted
     """
     todo = list(planned or commands(specs, folder=folder, router=router, places=places, version=version))
+    dynamo.require(todo)
+    scratch = [c.scratch for c in todo if c.scratch]
+    _remove(scratch)  # a run that was killed may have left it
     lifeline, ours = os.pipe()
     cluster = Cluster([], commands=todo)
     watch: _Watch | None = None
@@ -385,6 +411,7 @@ def up(
             finally:
                 os.close(ours)  # a guard that is there yet kills at once
                 os.close(lifeline)
+                _remove(scratch)
 
 
 def record(cluster: Cluster) -> list[dict[str, Any]]:

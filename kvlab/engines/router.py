@@ -30,19 +30,24 @@ class Router(Strict):
     extra: Annotated[list[Text], BeforeValidator(_structured)] = Field(default_factory=list)
 
 
+def is_pair(engines: Sequence[Command], what: str) -> bool:
+    """Tell prefill and decode engines from replicas; BadInput for roles that do not go together behind ``what``."""
+    roles = {e.role for e in engines}
+    if roles not in ({"prefill", "decode"}, {"replica"}):
+        raise BadInput(f"{what} needs prefill and decode engines, or replicas alone; it cannot mix them")
+    return "replica" not in roles
+
+
 def command(
     router: Router, engines: Sequence[Command], ports: Iterator[int], logs: Path, python: str = sys.executable
 ) -> Command:
     """Return the router's command for the engines' commands; BadInput for roles that do not go together."""
     urls = {role: [e.url for e in engines if e.role == role] for role in ("prefill", "decode", "replica")}
-    pair, replicas = bool(urls["prefill"] and urls["decode"]), bool(urls["replica"])
-    if pair == replicas or bool(urls["prefill"]) != bool(urls["decode"]):
-        raise BadInput("a router needs prefill and decode engines, or replicas alone; it cannot mix them")
     words = [python, "-m", "vllm_router.launch_router", "--host", router.host]
     port = router.port or next(ports)
     words += ["--port", str(port), "--policy", router.policy, "--prometheus-port", str(next(ports))]
     words += ["--worker-startup-check-interval", "1", "--disable-retries", "--log-level", "warning"]
-    if pair:
+    if is_pair(engines, "a router"):
         words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
         words += [word for role in ("prefill", "decode") for url in urls[role] for word in (f"--{role}", url)]
     else:

@@ -82,11 +82,16 @@ class Command:
     model: str = ""
     telemetry_dir: Path | None = None
     place: Place = field(default=LOCAL)
+    #: ready when /health says 200, when /v1/models has the model too, or (and) when a completion comes back
+    probe: Literal["health", "listed", "completion"] = "completion"
+    #: a folder of the processes' own, removed with them
+    scratch: Path | None = None
 
     def shell(self) -> str:
         """Return the command as one pasteable paragraph of shell."""
         env = [f"{k}={shlex.quote(v)}" for k, v in sorted(self.env.items())]
-        made = f"mkdir -p {shlex.quote(str(self.telemetry_dir))} && " if self.telemetry_dir else ""
+        folders = [shlex.quote(str(f)) for f in (self.telemetry_dir, self.scratch) if f]
+        made = f"mkdir -p {' '.join(folders)} && " if folders else ""
         words = [*map(shlex.quote, self.place.prefix), "env", *env]
         head = f"# {self.name}: {self.url}\n{made}"
         return head + " \\\n  ".join([" ".join(words), shlex.join(self.argv)])
@@ -136,13 +141,14 @@ def place_of(name: str, role: str, places: Mapping[str, Place] | None) -> Place:
     return (places or {}).get(name) or (places or {}).get(role) or LOCAL
 
 
-def _flags(e: Engine) -> list[str]:
+def words(e: Engine, *, server: bool = True) -> list[str]:
+    """Return the words of the command line; without ``server`` those of the engine alone, without its HTTP server."""
     cpu = not e.gpu_set
     values: list[tuple[str, Any]] = [
         ("model", e.model),
         ("served-model-name", served_name(e)),
-        ("host", e.host),
-        ("port", e.port),
+        ("host", e.host if server else None),
+        ("port", e.port if server else None),
         ("dtype", e.dtype or ("float16" if cpu else None)),
         ("tensor-parallel-size", e.tp),
         ("block-size", e.block_size or (32 if cpu else None)),
@@ -153,17 +159,17 @@ def _flags(e: Engine) -> list[str]:
         ("kv-cache-memory-bytes", e.kv_cache_bytes),
         ("gpu-memory-utilization", e.gpu_memory_utilization),
     ]
-    words = [word for flag, value in values if value is not None for word in (f"--{flag}", str(value))]
-    words += ["--enforce-eager"] if e.enforce_eager else []
-    words += ["--enable-prefix-caching" if e.prefix_caching else "--no-enable-prefix-caching"]
+    out = [word for flag, value in values if value is not None for word in (f"--{flag}", str(value))]
+    out += ["--enforce-eager"] if e.enforce_eager else []
+    out += ["--enable-prefix-caching" if e.prefix_caching else "--no-enable-prefix-caching"]
     # Without a time vLLM kills its own workers at SIGTERM: UCX says nothing and shared memory stays behind.
-    words += ["--disable-uvicorn-access-log", "--shutdown-timeout", "10"]
+    out += [*(["--disable-uvicorn-access-log"] if server else []), "--shutdown-timeout", "10"]
     if e.role != "replica":
         transfer: dict[str, Any] = {"kv_connector": e.kv_connector, "kv_role": e.kv_role}
         if e.kv_connector_extra_config:
             transfer["kv_connector_extra_config"] = e.kv_connector_extra_config
-        words += ["--kv-transfer-config", json.dumps(transfer)]
-    return [*words, *e.extra]
+        out += ["--kv-transfer-config", json.dumps(transfer)]
+    return [*out, *e.extra]
 
 
 def served_name(engine: Engine) -> str:
@@ -209,7 +215,7 @@ def command(e: Engine, logs: Path, version: str, place: Place = LOCAL, python: s
     return Command(
         name=e.name,
         role=e.role,
-        argv=(python, "-m", versions.entry_module(version), *_flags(e)),
+        argv=(python, "-m", versions.entry_module(version), *words(e)),
         env={**environment(e, telemetry), **place.env},
         url=f"http://{e.host if e.host != '0.0.0.0' else '127.0.0.1'}:{e.port}",
         log=logs / f"{e.name}.log",
