@@ -269,8 +269,9 @@ class RelativeToNvlink(EngineParams):
     starts: Count = 1
     #: prompts of the answer check at the first start of each arm; 0 leaves it out
     answer_prompts: Whole = 3
-    #: ``client``: kvlab does prefill and decode requests itself and tells them apart; ``router``: vllm-router
-    hand_over: Literal["client", "router"] = "client"
+    #: ``client``: kvlab does prefill and decode requests itself and tells them apart; ``router``: vllm-router;
+    #: ``dynamo``: Dynamo's frontend, and its workers in place of the engines, which leaves the answer check out
+    hand_over: Literal["client", "router", "dynamo"] = "client"
 
 
 class PostStall(EngineParams):

@@ -15,6 +15,7 @@ import pandas as pd
 from kvlab.analysis.join import pulls_to_phases, pulls_to_requests
 from kvlab.capture import nixl, vllm
 from kvlab.engines import launch
+from kvlab.engines.dynamo import Dynamo
 from kvlab.engines.load import Generator, Load
 from kvlab.engines.model import StandIn
 from kvlab.engines.router import Router
@@ -62,6 +63,13 @@ def pair(params: EngineParams, arm: EngineArm, model: str) -> list[Engine]:
     return [engine(params, arm, "prefill", model), engine(params, arm, "decode", model)]
 
 
+def front_of(params: EngineParams) -> Router | Dynamo | None:
+    """Return what hands requests over to the engines, None where kvlab's client does."""
+    fronts: dict[str, type[Router] | type[Dynamo]] = {"router": Router, "dynamo": Dynamo}
+    chosen = fronts.get(getattr(params, "hand_over", ""))
+    return chosen() if chosen else None
+
+
 def memory_of(params: EngineParams) -> str:
     """Return where the KV lies, in UCX's word: ``cuda`` or ``host``."""
     return "cuda" if params.decode_gpus else "host"
@@ -76,9 +84,8 @@ def dry_run(params: Any) -> list[Command]:
     """Return what each arm's first start would run, engines of one arm after another's."""
     model, out = model_of(params), []
     for arm in params.arms:
-        router = Router() if getattr(params, "hand_over", "") == "router" else None
         folder = Path(params.out) / "RUN" / "logs" / safe_name(arm.label)
-        out += launch.commands(pair(params, arm, model), folder=folder, router=router)
+        out += launch.commands(pair(params, arm, model), folder=folder, router=front_of(params))
     return out
 
 
@@ -104,7 +111,7 @@ class Bench:
         specs: list[Engine],
         *,
         start: int = 0,
-        router: Router | None = None,
+        router: Router | Dynamo | None = None,
         places: dict[str, Place] | None = None,
         limit_s: float = 300,
     ) -> Iterator[Engines]:

@@ -14,9 +14,8 @@ import pandas as pd
 
 from kvlab.engines import answers
 from kvlab.engines.load import Generator, Load
-from kvlab.engines.router import Router
 from kvlab.measures.common import progress
-from kvlab.measures.engines import Bench, dry_run, in_turn, memory_of, model_of, pair
+from kvlab.measures.engines import Bench, dry_run, front_of, in_turn, memory_of, model_of, pair
 from kvlab.params import RelativeToNvlink
 from kvlab.runs import Run
 
@@ -35,10 +34,10 @@ def measure(params: RelativeToNvlink, run: Run) -> None:
 def _starts(params: RelativeToNvlink, run: Run, bench: Bench, model: str) -> None:
     checked: list[pd.DataFrame] = []
     for start, arm in progress(in_turn(params.arms, params.starts), "engine starts"):
-        router = Router() if params.hand_over == "router" else None
         specs = pair(params, arm, model)
-        with bench.up(arm, specs, start=start, router=router, limit_s=params.start_limit_s) as engines:
-            if params.answer_prompts and start == 0:
+        with bench.up(arm, specs, start=start, router=front_of(params), limit_s=params.start_limit_s) as engines:
+            # A Dynamo worker takes no requests of its own, so there is no single engine to compare with.
+            if params.answer_prompts and start == 0 and params.hand_over != "dynamo":
                 asked = answers.prompts(params.answer_prompts, min(params.prompt_tokens), params.seed)
                 checked.append(answers.check(engines.cluster, asked).assign(arm=arm.label, start=start))
                 run.write("answers", pd.concat(checked, ignore_index=True))
