@@ -71,8 +71,7 @@ def record_evidence(
     The pull's transport is decided by the reading side (``initiator``, the decode engine): its remote
     memory read table, in the row that covers ``descriptor_bytes``.
 
-    :param logs: arm label -> process name -> log file; the reading side's name is ``initiator`` or
-        starts with ``decode``
+    :param logs: arm label -> process name -> log file; a reading side's name starts with ``initiator`` or ``decode``
     :param descriptors: arm label -> descriptors pulled in all; where UCX counted its selections the two
         are compared, which ties the table to this very traffic
     :returns: one line for each arm whose evidence contradicts its label; the run's outcome is then set
@@ -84,7 +83,7 @@ def record_evidence(
         for process, path in files.items():
             evidence = ucx.read([path], descriptor_bytes=descriptor_bytes, local=local, remote=remote)
             rows.append(ucx.transport_rows(evidence, arm.label, process))
-            if process != "initiator" and not process.startswith("decode"):
+            if not process.startswith(("initiator", "decode")):
                 continue
             pull = evidence.pull
             agrees = None
