@@ -144,6 +144,27 @@ class TtftByTransport(Experiment):
         return value
 
 
+class OnRay(Strict):
+    """Where on a Ray cluster an experiment's processes run; each of ``nodes`` actors holds one bundle of resources."""
+
+    #: of a running cluster, HOST:PORT; empty: RAY_ADDRESS, else the one on this machine
+    address: Text = ""
+    #: ``spread``: every actor on a node of its own; ``pack``: all on one node
+    place: Literal["spread", "pack"] = "spread"
+    #: pulls only: with more than two every node pulls from every other one
+    nodes: Annotated[int, BeforeValidator(_not_bool), Field(ge=2)] = 2
+    #: of each bundle; GPUs None: as many as the engine has, or one where the KV lies on GPUs
+    cpus: NotNegative = 1
+    gpus: Whole | None = None
+    resources: Annotated[dict[Text, Positive], BeforeValidator(_structured)] = {}
+    #: seconds to wait for room in the cluster
+    wait_s: Positive = 60
+
+
+#: None: everything on this machine
+Ray = Annotated[OnRay | None, BeforeValidator(_structured)]
+
+
 class PullParams(Experiment):
     """What every experiment that pulls between two NIXL agents takes."""
 
@@ -192,6 +213,9 @@ class PostVsCompletion(PullParams):
     #: tokens a KV block; None takes the layout's own
     block_size: Count | None = None
     prompt_tokens: Counts = [4096, 8192, 16384]
+    #: pairs of agents that pull at once in each arm; on more than two nodes: of each two nodes, in each direction
+    pairs: Count = 1
+    ray: Ray = None
 
 
 class DescriptorShape(PullParams):
@@ -269,6 +293,8 @@ class RelativeToNvlink(EngineParams):
     starts: Count = 1
     #: prompts of the answer check at the first start of each arm; 0 leaves it out
     answer_prompts: Whole = 3
+    #: prefill and decode engine on a node each
+    ray: Ray = None
     #: ``client``: kvlab does prefill and decode requests itself and tells them apart; ``router``: vllm-router;
     #: ``dynamo``: Dynamo's frontend, and its workers in place of the engines, which leaves the answer check out
     hand_over: Literal["client", "router", "dynamo"] = "client"
