@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-p", "--parameter", action="append", default=[], metavar="KEY=VALUE", help="set one parameter (repeatable)"
     )
     parser.add_argument("--replay", metavar="RUN", help="render a recorded run instead of measuring")
+    configure_place(parser)
     parser.add_argument("--label", help="a word for the run folder's name")
     parser.add_argument("--out", help="folder that takes the run (default: runs)")
     parser.add_argument(
@@ -37,6 +38,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print every engine's command line and environment, start nothing"
     )
+
+
+def configure_place(parser: argparse.ArgumentParser) -> None:
+    """Add what says where processes run."""
+    parser.add_argument("--on", choices=("here", "ray"), help="here (default), or on the nodes of a Ray cluster")
+    parser.add_argument("--address", help="with --on ray: the cluster, HOST:PORT (default: RAY_ADDRESS, or this host's)")
+    parser.add_argument("--place", choices=("spread", "pack"), help="with --on ray: a node for each actor, or one for all")
+
+
+def on_ray(args: argparse.Namespace, model: type[params.Experiment], given: Any) -> dict[str, Any] | None:
+    """Return the parameter ``ray`` as --on, --address and --place change what was ``given``; None: on this machine."""
+    asked = {k: v for k in ("address", "place") if (v := getattr(args, k)) is not None}
+    if args.on == "here" or (args.on is None and not given):
+        if asked:
+            raise BadInput(f"--{next(iter(asked))} goes with --on ray")
+        return None
+    if "ray" not in model.model_fields:
+        able = [e.name for e in experiments.EXPERIMENTS.values() if "ray" in e.model().model_fields]
+        raise BadInput(f"this experiment runs on one machine; on Ray run {', '.join(able)}")
+    base = params.OnRay.model_validate(given or {}) if not isinstance(given, str) else params.OnRay(**yaml.safe_load(given))
+    return base.model_dump() | asked
 
 
 def assignments(words: Sequence[str]) -> dict[str, str]:
@@ -61,6 +83,7 @@ def gather(args: argparse.Namespace) -> tuple[params.Experiment, Path | None]:
     for key in ("replay", "label", "out"):
         if getattr(args, key) is not None:
             values[key] = getattr(args, key)
+    values |= on_ray(args, experiment.model(), values.get("ray"))
     chosen = params.validate(experiment.name, values, "command line")
     if not chosen.replay and not experiment.default:
         recorded = experiments.recordings(experiment.name)
