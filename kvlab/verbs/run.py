@@ -17,7 +17,7 @@ import psutil
 
 from kvlab import experiments, params, runs
 from kvlab.capture.provenance import committed_unchanged
-from kvlab.capture.redact import redact, redacted
+from kvlab.capture.redact import HIDDEN, hide, redact, redacted, secrets
 from kvlab.errors import CONTRADICTED, FAILED, INTERRUPTED, OUTCOME_EXIT, BadInput, KvlabError
 
 
@@ -43,22 +43,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def configure_place(parser: argparse.ArgumentParser) -> None:
     """Add what says where processes run."""
     parser.add_argument("--on", choices=("here", "ray"), help="here (default), or on the nodes of a Ray cluster")
-    parser.add_argument("--address", help="with --on ray: the cluster, HOST:PORT (default: RAY_ADDRESS, or this host's)")
-    parser.add_argument("--place", choices=("spread", "pack"), help="with --on ray: a node for each actor, or one for all")
+    parser.add_argument(
+        "--address", help="with --on ray: the cluster, HOST:PORT (default: RAY_ADDRESS, or this host's)"
+    )
+    parser.add_argument(
+        "--place", choices=("spread", "pack"), help="with --on ray: a node for each actor, or one for all"
+    )
 
 
-def on_ray(args: argparse.Namespace, model: type[params.Experiment], given: Any) -> dict[str, Any] | None:
-    """Return the parameter ``ray`` as --on, --address and --place change what was ``given``; None: on this machine."""
+def set_place(args: argparse.Namespace, chosen: params.Experiment) -> None:
+    """Set the parameter ``ray`` as --on, --address and --place say."""
     asked = {k: v for k in ("address", "place") if (v := getattr(args, k)) is not None}
-    if args.on == "here" or (args.on is None and not given):
-        if asked:
-            raise BadInput(f"--{next(iter(asked))} goes with --on ray")
-        return None
-    if "ray" not in model.model_fields:
+    if asked and args.on != "ray":
+        raise BadInput(f"--{next(iter(asked))} goes with --on ray")
+    if args.on == "ray" and not hasattr(chosen, "ray"):
         able = [e.name for e in experiments.EXPERIMENTS.values() if "ray" in e.model().model_fields]
-        raise BadInput(f"this experiment runs on one machine; on Ray run {', '.join(able)}")
-    base = params.OnRay.model_validate(given or {}) if not isinstance(given, str) else params.OnRay(**yaml.safe_load(given))
-    return base.model_dump() | asked
+        raise BadInput(f"{args.experiment} runs on one machine; --on ray: {', '.join(able)}")
+    if args.on and hasattr(chosen, "ray"):
+        given = chosen.ray.model_dump() if chosen.ray else {}
+        chosen.ray = params.OnRay.model_validate(given | asked) if args.on == "ray" else None
 
 
 def assignments(words: Sequence[str]) -> dict[str, str]:
@@ -83,8 +86,8 @@ def gather(args: argparse.Namespace) -> tuple[params.Experiment, Path | None]:
     for key in ("replay", "label", "out"):
         if getattr(args, key) is not None:
             values[key] = getattr(args, key)
-    values |= on_ray(args, experiment.model(), values.get("ray"))
     chosen = params.validate(experiment.name, values, "command line")
+    set_place(args, chosen)
     if not chosen.replay and not experiment.default:
         recorded = experiments.recordings(experiment.name)
         if not recorded:
@@ -111,10 +114,13 @@ def main(args: argparse.Namespace) -> int:
         # Of the time before the run, and None where no git can tell.
         "parameter_file_committed": committed_unchanged(path) if path else None,
     }
+    hidden = secrets([chosen.model_dump(), dict(os.environ)])
     try:
         text = _measure(chosen) if args.measure_only else _execute(experiment, chosen, folder)
     finally:
-        _settle(folder, protocol)
+        _settle(folder, protocol, hidden)
+    for value in sorted(hidden, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
     return _finish(experiment, folder, text)
 
 
@@ -137,7 +143,7 @@ def _reserve(experiment: str, chosen: params.Experiment) -> Path:
 def _measure(chosen: params.Experiment) -> str:
     try:
         experiments.run_or_replay(chosen)
-    except KvlabError as error:
+    except (KvlabError, OSError) as error:
         return str(error)
     except KeyboardInterrupt:
         return "interrupted"
@@ -215,9 +221,10 @@ def _execute(experiment: experiments.Experiment, chosen: params.Experiment, fold
     return ""
 
 
-def _settle(folder: Path, protocol: dict[str, Any]) -> None:
+def _settle(folder: Path, protocol: dict[str, Any], hidden: set[str]) -> None:
     """Give the manifest an outcome when the process that should have done it is gone; hide secrets."""
     notebook = folder / "notebook.ipynb"
+    hide([notebook, folder / "summary.json", folder / "manifest.json", *(folder / "logs").rglob("*")], hidden)
     with suppress(FileNotFoundError, ValueError):  # there may be none, or half of one when the disk is full
         document = json.loads(notebook.read_text("utf-8"))
         # papermill writes the parameters, environments of arms included, into a cell and into the metadata.
@@ -254,7 +261,11 @@ def _finish(experiment: experiments.Experiment, folder: Path, text: str) -> int:
     if (folder / "notebook.ipynb").is_file() and outcome != "interrupted":
         from kvlab import report as reports
 
-        report = reports.render(folder)
+        try:
+            report = reports.render(folder)
+        except (OSError, ValueError) as error:  # no place for it, or only half a notebook
+            outcome, text = "failed", text or f"report.html could not be made: {error}"
+            run.update(outcome=outcome, error=text)
     summary: dict[str, Any] = {}
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text("utf-8"))
