@@ -25,6 +25,7 @@ from kvlab.measures.common import record_evidence, relative_logs
 from kvlab.params import Arm, EngineArm, EngineParams
 from kvlab.placement import reach
 from kvlab.placement.local import Place
+from kvlab.placement.ray import Follower
 from kvlab.runs import Run, safe_name
 
 
@@ -89,6 +90,21 @@ def dry_run(params: Any) -> list[Command]:
     return out
 
 
+def at_place(command: Command) -> Command:
+    """Return ``command`` as it is started where it runs: a node of a cluster has its own interpreter and folders."""
+    there: Command = command.place.node.command(command) if command.place.node else command
+    return there
+
+
+def follower(command: Command, ring: Path, began_s: float) -> nixl.Follower | Follower:
+    """Return what follows an engine's telemetry rings, on the engine's own machine."""
+    if command.place.node:
+        remote: Follower = command.place.node.follower(ring, began_s)
+        return remote
+    ring.mkdir(parents=True, exist_ok=True)
+    return nixl.Follower(ring, began_s=began_s)
+
+
 @dataclass
 class Bench:
     """Collects requests, phases, pulls and counters of one run; every flush keeps what is there."""
@@ -117,13 +133,10 @@ class Bench:
     ) -> Iterator[Engines]:
         """Start the arm's engines, follow the decode engines' rings, and keep logs and pulls when they end."""
         folder = self.run.logs / f"{safe_name(arm.label)}-{start}"
-        todo = launch.commands(specs, folder=folder, router=router, places=places)
-        rings = [c.telemetry_dir for c in todo if c.role == "decode" and c.telemetry_dir]
-        for ring in rings:
-            ring.mkdir(parents=True, exist_ok=True)
+        todo = [at_place(c) for c in launch.commands(specs, folder=folder, router=router, places=places)]
         mine = self.logs.setdefault(arm.label, {})
         mine |= {f"{c.name}-{start}": c.log for c in todo if c.role != "router"}
-        followers = [nixl.Follower(ring, began_s=self.began_s) for ring in rings]
+        followers = [follower(c, c.telemetry_dir, self.began_s) for c in todo if c.role == "decode" and c.telemetry_dir]
         engines: Engines | None = None
         try:
             with contextlib.ExitStack() as stack:
@@ -181,7 +194,7 @@ class Engines:
     bench: Bench
     arm: EngineArm
     cluster: launch.Cluster
-    followers: list[nixl.Follower]
+    followers: Sequence[nixl.Follower | Follower]
     start: int
     _requests: list[pd.DataFrame] = field(default_factory=list)
 
