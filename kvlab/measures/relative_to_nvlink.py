@@ -8,15 +8,19 @@ length, one request at a time and several at once.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pandas as pd
 
 from kvlab.engines import answers
 from kvlab.engines.load import Generator, Load
-from kvlab.measures.common import progress
+from kvlab.errors import BadInput
+from kvlab.measures.common import counted, progress
 from kvlab.measures.engines import Bench, dry_run, front_of, in_turn, memory_of, model_of, pair
 from kvlab.params import RelativeToNvlink
+from kvlab.placement.ray import Node
 from kvlab.runs import Run
 
 __all__ = ["dry_run", "measure"]
@@ -28,14 +32,41 @@ def measure(params: RelativeToNvlink, run: Run) -> None:
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
         with bench.evidence(params.arms, memory_of(params)):
-            _starts(params, run, bench, model)
+            if params.ray is None:
+                _starts(params, run, bench, model)
+            else:
+                _on_ray(params, run, bench, model)
 
 
-def _starts(params: RelativeToNvlink, run: Run, bench: Bench, model: str) -> None:
+def _on_ray(params: RelativeToNvlink, run: Run, bench: Bench, model: str) -> None:
+    from kvlab.placement import ray
+
+    if params.hand_over == "dynamo":
+        raise BadInput("hand_over=dynamo finds its workers by files on one machine; on Ray take client or router")
+    assert params.ray is not None
+    gpus = max(len([g for g in words.split(",") if g]) for words in (params.prefill_gpus, params.decode_gpus))
+    with ray.up(params.ray, run.logs, gpus=gpus, record=run.update) as nodes:
+        with counted(run, look=lambda: ray.look(nodes)) as turn:
+            _starts(params, run, bench, model, dict(zip(("prefill", "decode"), nodes, strict=True)), turn)
+
+
+def _starts(
+    params: RelativeToNvlink,
+    run: Run,
+    bench: Bench,
+    model: str,
+    nodes: Mapping[str, Node] | None = None,
+    turn: Callable[[str], AbstractContextManager[None]] = lambda arm: nullcontext(),
+) -> None:
     checked: list[pd.DataFrame] = []
     for start, arm in progress(in_turn(params.arms, params.starts), "engine starts"):
-        specs = pair(params, arm, model)
-        with bench.up(arm, specs, start=start, router=front_of(params), limit_s=params.start_limit_s) as engines:
+        specs, limit_s, places = pair(params, arm, model), params.start_limit_s, {}
+        if nodes:
+            stand_in = None if params.model else params.stand_in
+            specs = [nodes[e.role].settle(e, stand_in) for e in specs]
+            places = {role: node.place for role, node in nodes.items()}
+        up = bench.up(arm, specs, start=start, router=front_of(params), places=places, limit_s=limit_s)
+        with up as engines, turn(arm.label):
             # A Dynamo worker takes no requests of its own, so there is no single engine to compare with.
             if params.answer_prompts and start == 0 and params.hand_over != "dynamo":
                 asked = answers.prompts(params.answer_prompts, min(params.prompt_tokens), params.seed)
