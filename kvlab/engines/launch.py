@@ -146,6 +146,12 @@ class Running:
         """Return the process ids of the engine, its own first; empty for an attached one or one elsewhere."""
         return guard.descendants(self.process.pid) if isinstance(self.process, subprocess.Popen) else []
 
+    def says(self) -> str:
+        """Return its own last error line; empty when its log holds none."""
+        if fetch := getattr(self.process, "fetch", None):
+            fetch()
+        return last_error(self.log) if self.log else ""
+
     def fate(self) -> str | None:
         """Say how the process ended, with its own last error; None while it runs."""
         code = self.process.poll() if self.process else None
@@ -268,16 +274,14 @@ def _wait_ready(cluster: Cluster, todo: list[Running], began: float, limit_s: fl
                     pd.post(one.url + "/v1/completions", {"model": one.model, **body}, left)
             except RunFailed as error:
                 _blame(cluster)
-                said = last_error(one.log) if one.log else ""
+                said = one.says()
                 raise RunFailed(
                     f"{one.name} is healthy and completes nothing: {error}" + (f"; it says: {said}" if said else "")
                 ) from None
             one.ready_s = time.monotonic() - began
             todo.remove(one)
         if time.monotonic() > deadline and todo:
-            said = "; ".join(
-                f"{one.name}: {(one.log and last_error(one.log)) or 'no error in its log'}" for one in todo
-            )
+            said = "; ".join(f"{one.name}: {one.says() or 'no error in its log'}" for one in todo)
             raise RunFailed(f"not ready after {limit_s:g} s: {said} (log: {todo[0].log})")
         time.sleep(0.1)
 
