@@ -221,6 +221,10 @@ class Keeper:
         """Read this node's byte counters."""
         return counters.read().counts
 
+    def tail(self, name: str) -> bytes:
+        """Return the end of a log."""
+        return self._path(name).read_bytes()[-_TAIL:]
+
     def put(self, name: str, data: bytes) -> None:
         """Write a file into the folder."""
         self._path(name).write_bytes(data)
@@ -273,6 +277,13 @@ class Process:
     def kill(self) -> None:
         """SIGKILL it and everything below it."""
         self._signal(signal.SIGKILL)
+
+    def fetch(self) -> None:
+        """Bring the end of its log here while it runs."""
+        if self.returncode is None:
+            name = str(self.log.relative_to(self.node.root))
+            with contextlib.suppress(KvlabError, OSError):
+                self.log.write_bytes(self.node.call("tail", name))
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
