@@ -1,7 +1,8 @@
-"""Views of post-stall: gaps against posts, pull phases against their controls, the verdict."""
+"""Views of post-stall: gaps against posts, pull phases against their controls, of a run and one beside it; verdict."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -9,17 +10,23 @@ import great_tables as gt
 import numpy as np
 import pandas as pd
 
-from kvlab import charts, published, tables
+from kvlab import charts, published, runs, tables
 from kvlab.analysis import poststall
 from kvlab.capture.ucx import agrees
 from kvlab.runs import Run
 from kvlab.views import arms
+
+CPU, GPU = (f"post_stall/{name}" for name in ("cpu", "h200-one-gpu"))
 
 
 class Found:
     """What analysis makes of a run, done once."""
 
     def __init__(self, run: Run) -> None:
+        self.run = run
+        gpus = run.manifest["provenance"].get("gpus") or ["GPU"]
+        #: the machine, shortly
+        self.where = gpus[0].removeprefix("NVIDIA ") if run.manifest["parameters"]["prefill_gpus"] else "CPU"
         requests = run.table("requests")
         self.met = poststall.met(run.table("pulls"), requests, run.table("phases"))
         self.line = poststall.fit(self.met)
@@ -33,29 +40,30 @@ class Found:
         self.used = int(self.met["pulls"].sum())
 
 
-def _caption(run: Run, found: Found) -> str:
-    p = run.manifest["parameters"]
-    return (
-        f"{p['steady_requests']} requests decode all the time on the engine that pulls; {found.used} of {found.pulls} "
-        f"pulls, the others came when no request ran or at an uncertain time; {run.id}; machine possibly shared"
-    )
+def both(run: Run) -> list[Found]:
+    """Return what is found in ``run`` and in the recording to see beside it: of a GPU, or of a CPU beside a GPU's."""
+    other = runs.load(CPU if run.manifest["parameters"]["prefill_gpus"] else GPU)
+    other.out = run.out
+    return [Found(run), Found(other)]
 
 
-def table(found: Found, run: Run) -> gt.GT:
+def table(pair: Sequence[Found]) -> gt.GT:
     """Show, for each arm and prompt length: descriptors, post, the gap it fell into, the same window of the control."""
-    times = ["post_ms", "gap_ms", "control_ms", "uncertainty_ms"]
-    grouped = found.met.groupby(["arm", "pulled_tokens"])
-    rows = grouped[["descriptors", "bytes", *times]].median().assign(n=grouped["pulls"].sum()).reset_index()
-    rows["mib"] = rows["bytes"] / 2**20
-    rows["step_ms"] = rows["arm"].map(found.step_ms)
-    rows["over_ms"] = rows["gap_ms"] - rows["control_ms"]
-    order = {a: i for i, a in enumerate(arms(run))}
-    rows = rows.sort_values(["pulled_tokens", "arm"], key=lambda c: c.map(order) if c.name == "arm" else c)
+    times, found = ["post_ms", "gap_ms", "control_ms", "uncertainty_ms"], []
+    for one in pair:
+        grouped = one.met.groupby(["arm", "pulled_tokens"])
+        rows = grouped[["descriptors", "bytes", *times]].median().assign(n=grouped["pulls"].sum()).reset_index()
+        order = {a: i for i, a in enumerate(arms(one.run))}
+        rows = rows.assign(rank=rows["arm"].map(order), where=one.where, step_ms=rows["arm"].map(one.step_ms))
+        found.append(rows.sort_values(["pulled_tokens", "rank"]))
+    rows = pd.concat(found, ignore_index=True)
+    rows = rows.assign(mib=rows["bytes"] / 2**20, over_ms=rows["gap_ms"] - rows["control_ms"])
     return tables.show(
         rows,
         "posts",
         title="A post and the gap it fell into (medians)",
         labels={
+            "where": "Machine",
             "arm": "Arm",
             "pulled_tokens": "Prompt (tokens)",
             "n": "Pulls",
@@ -74,72 +82,92 @@ def table(found: Found, run: Run) -> gt.GT:
     )
 
 
-def chart(found: Found, run: Run) -> charts.Shown:
-    """Draw each gap against the post that fell into it, the fitted line, and the prediction of slope 1."""
-    top = float(found.met["post_ms"].max()) * 1.05
-    x = np.array([0.0, top])
-    line, base = found.line, float(found.step_ms.median())
-    fitted = f"fit: {line['a_ms']:.1f} ms + {line['b']:.2f} x post"
-    lines = pd.concat(
-        [
-            pd.DataFrame({"post_ms": x, "gap_ms": line["a_ms"] + line["b"] * x, "line": fitted}),
-            pd.DataFrame({"post_ms": x, "gap_ms": base + x, "line": f"predicted: step {base:.1f} ms + post"}),
-        ]
-    )
-    rows = found.met.assign(case=found.met["pulled_tokens"].map(charts.lengths) + " prompt")
-    cases = list(dict.fromkeys(rows.sort_values("pulled_tokens")["case"]))
-    axis = {"x": alt.X("post_ms:Q", title="Post of the pull (ms)"), "y": alt.Y("gap_ms:Q", title="Longest gap (ms)")}
-    tips = ["arm", "case", "post_ms", "gap_ms", "control_ms", "descriptors", "uncertainty_ms"]
-    points = (
-        alt.Chart(rows)
-        .mark_point(filled=True, size=60, opacity=0.75)
-        .encode(
-            **axis, color=charts.arm_colour(arms(run)), shape=alt.Shape("case:N", title="", sort=cases), tooltip=tips
+def chart(pair: Sequence[Found]) -> charts.Shown:
+    """Draw each gap against the post that fell into it and the control's gap below, with the line of slope 1.
+
+    A panel a run, all on scales of their own: the two machines' posts differ by the factor of ten.
+    """
+    panels, said = [], []
+    for one in pair:
+        names = [f"with pulls, {a}" for a in arms(one.run)] + ["control: same window, no pull"]
+        met = one.met.assign(case=one.met["pulled_tokens"].map(charts.lengths) + " prompt")
+        control = met.assign(series=names[-1], gap_ms=met["control_ms"]).dropna(subset="gap_ms")
+        rows = pd.concat([met.assign(series="with pulls, " + met["arm"]), control])
+        x = np.array([0.0, float(met["post_ms"].max()) * 1.05])
+        step, line = float(one.step_ms.median()), one.line
+        drawn = {
+            f"predicted: step {step:.0f} ms + post": step + x,
+            f"fit: {line['a_ms']:.0f} ms + {_span(line)} x post": line["a_ms"] + line["b"] * x,
+        }
+        lines = pd.concat([pd.DataFrame({"post_ms": x, "gap_ms": y, "line": name}) for name, y in drawn.items()])
+        axis = {"x": alt.X("post_ms:Q", title="Post of the pull (ms)"), "y": alt.Y("gap_ms:Q", title="Gap (ms)")}
+        colours = [*charts.PALETTE[: len(names) - 1], "#9a9a9a"]
+        legend, wide = alt.Legend(columns=1, symbolOpacity=1), alt.Legend(columns=1, symbolSize=600)
+        points = (
+            alt.Chart(rows[["series", "case", "post_ms", "gap_ms", "descriptors", "uncertainty_ms", "repetition"]])
+            .mark_point(filled=True, size=45, opacity=0.7)
+            .encode(
+                **axis,
+                color=alt.Color("series:N", title="", scale=alt.Scale(domain=names, range=colours), legend=legend),
+                tooltip=["series", "case", "post_ms", "gap_ms", "descriptors", "uncertainty_ms", "repetition"],
+            )
         )
-    )
-    dashes = alt.StrokeDash("line:N", title="", scale=alt.Scale(domain=[fitted, lines["line"].iloc[-1]]))
-    drawn = alt.Chart(lines).mark_line(color=charts.LIMIT).encode(**axis, strokeDash=dashes)
-    heading = charts.title("The gap that a post fell into", run, _caption(run, found))
-    both = alt.layer(drawn, points).properties(width=charts.WIDTH, height=320, title=heading)
-    return charts.show(both, "post_against_gap", run)
+        dashes = alt.Scale(domain=list(drawn), range=[[1, 0], [6, 4]])
+        ruled = alt.Chart(lines).mark_line(color="black", strokeWidth=1.5)
+        ruled = ruled.encode(**axis, strokeDash=alt.StrokeDash("line:N", title="", scale=dashes, legend=wide))
+        panels.append(alt.layer(ruled, points).properties(width=330, height=300, title=one.where))
+        p = one.run.manifest["parameters"]
+        said.append(
+            f"{one.where}: {p['steady_requests']} requests decode all the time on the engine that pulls; {one.used} of "
+            f"{one.pulls} pulls came while they ran, at a time known well enough, in {one.line['blocks']} phases "
+            f"({one.run.id})"
+        )
+    caption = f"{'; '.join(said)}; 95 % interval of the slope from whole phases; machines possibly shared"
+    both_runs = alt.hconcat(*panels).resolve_scale(color="independent", strokeDash="independent")
+    both_runs = both_runs.properties(title=charts.title("The gap that a post fell into", pair[0].run, caption))
+    return charts.show(both_runs, "post_against_gap", pair[0].run)
 
 
-def contrast_chart(found: Found, run: Run) -> charts.Shown:
+def contrast_chart(pair: Sequence[Found]) -> charts.Shown:
     """Draw the longest gap of each phase, with pulls and without."""
     names = {"pull": "with pulls", "control": "control: same prefills, no pull"}
-    rows = found.phases.assign(kind=found.phases["kind"].map(names))
-    rows["case"] = rows["pulled_tokens"].map(charts.lengths) + " prompts"
-    cases = list(dict.fromkeys(rows.sort_values("pulled_tokens")["case"]))
-    kinds = list(names.values())
-    points = (
-        alt.Chart(rows)
-        .mark_point(filled=True, size=70, opacity=0.75)
-        .encode(
-            x=alt.X("longest_ms:Q", title="Longest gap of a running request (ms, median of the phase's requests)"),
+    rows = pd.concat([one.phases.assign(row=one.where + ", " + one.phases["arm"]) for one in pair])
+    rows["kind"], rows["case"] = rows["kind"].map(names), rows["pulled_tokens"].map(charts.lengths) + " prompts"
+    kinds, order = list(names.values()), [f"{one.where}, {a}" for one in pair for a in arms(one.run)]
+    panels = []
+    for row in order:
+        own = rows[rows["row"] == row]
+        cases = list(dict.fromkeys(own.sort_values("pulled_tokens")["case"]))
+        last = row == order[-1]
+        title = "Longest gap of a running request (ms, median of the phase's requests)" if last else ""
+        scale = alt.Scale(domain=[0, float(rows["longest_ms"].max()) * 1.03])
+        points = alt.Chart(own).mark_point(filled=True, size=60, opacity=0.75)
+        points = points.encode(
+            x=alt.X("longest_ms:Q", title=title, scale=scale, axis=alt.Axis(labels=last, ticks=last)),
             y=alt.Y("case:N", title=None, sort=cases),
             yOffset=alt.YOffset("kind:N", sort=kinds),
             color=alt.Color("kind:N", title="", scale=alt.Scale(domain=kinds, range=[charts.POST, charts.DRAIN])),
-            tooltip=["arm", "case", "kind", "longest_ms", "repetition"],
+            tooltip=["row", "case", "kind", "longest_ms", "repetition"],
         )
-        .properties(width=charts.WIDTH, height=90)
-        .facet(row=alt.Row("arm:N", sort=arms(run), title=None, header=alt.Header(labelAngle=0, labelAlign="left")))
-        .properties(title=charts.title("Longest gaps with pulls and without", run, f"a point a phase; {run.id}"))
-    )
-    return charts.show(points, "pull_against_control", run)
+        panels.append(points.properties(width=charts.WIDTH, height=76, title=alt.TitleParams(row, fontSize=12)))
+    caption = f"a point a phase; {', '.join(one.run.id for one in pair)}"
+    heading = charts.title("Longest gaps with pulls and without", pair[0].run, caption)
+    return charts.show(alt.vconcat(*panels).properties(title=heading), "pull_against_control", pair[0].run)
 
 
-def contrast_table(found: Found) -> gt.GT:
+def contrast_table(pair: Sequence[Found]) -> gt.GT:
     """Show the ratio of longest gaps, pull to control, with interval and rank test."""
-    rows = found.ratios.assign(
-        interval=[f"{a:.2f} to {b:.2f}" if a == a else "–" for a, b in found.ratios[["low", "high"]].to_numpy()],
-        sure=found.ratios["different"].map({True: "yes", False: "not resolved"}),
+    rows = pd.concat([one.ratios.assign(where=one.where) for one in pair], ignore_index=True)
+    rows = rows.assign(
+        interval=[f"{a:.2f} to {b:.2f}" if a == a else "too few phases" for a, b in rows[["low", "high"]].to_numpy()],
+        sure=rows["different"].map({True: "yes", False: "not resolved"}),
     )
-    labels = {"arm": "Arm", "n": "Pairs of phases", "ratio": "Pull / control", "interval": "95 % interval"}
+    labels = {"where": "Machine", "arm": "Arm", "n": "Pairs of phases", "ratio": "Pull / control"}
     return tables.show(
         rows,
         "contrast",
         title="Longest gap of the running requests, pull phases over their controls",
-        labels=labels | {"p_value": "p (signed ranks)", "sure": "Different"},
+        labels=labels | {"interval": "95 % interval", "p_value": "p (signed ranks)", "sure": "Different"},
         decimals={"ratio": 2, "p_value": 3},
     )
 
@@ -170,28 +198,32 @@ def _span(line: dict[str, Any]) -> str:
     return f"{line['b']:.2f}" + (f" ({line['b_low']:.2f} to {line['b_high']:.2f})" if line["b_low"] > -np.inf else "")
 
 
-def conclude(found: Found, run: Run) -> str:
-    """Say whether gap = step + post holds here, and what pulls did to the longest gaps; write summary.json."""
-    line, outcome = found.line, poststall.judge(found.line)
+def verdict(found: Found) -> tuple[str, dict[str, Any]]:
+    """Say whether gap = step + post holds in a run, and what pulls did to the longest gaps; with the numbers."""
+    line, run, outcome = found.line, found.run, poststall.judge(found.line)
     words = {"holds": "holds", "refuted": "is REFUTED", "unresolved": "is not resolved"}[outcome]
     parts = [f"the prediction of slope 1 {words}: a gap grows by {_span(line)} ms for each ms of post it meets"]
     parts.append(f"the same windows of the control, where nothing is pulled, grow by {_span(found.placebo)}")
     for row in found.ratios.itertuples():
         sure = "" if row.different else ", not resolved"
         parts.append(f"{row.arm}: longest gaps {row.ratio:.2f} times those of the control{sure}")
+    longest = found.met[found.met["pulled_tokens"] == found.met["pulled_tokens"].max()]
+    medians = longest.groupby("arm")[["gap_ms", "descriptors", "bytes"]].median()
+    for arm, own in medians.sort_values("descriptors").iterrows():
+        size = f"{own['bytes'] / 2**20:,.0f} MiB in {own['descriptors']:,.0f} descriptors ({arm})"
+        parts.append(f"a pull of {size} falls into a gap of {own['gap_ms']:.0f} ms")
     carried = run.table("verdicts")["transport"].dropna()
     if len(carried) and all(agrees(t, "shared memory") for t in carried):
         parts.append("the transport is shared memory, whose copy is inside the post")
-    verdict = "On this machine " + "; ".join(parts) + "."
     if run.manifest["outcome"] == "contradicted":
-        verdict = (
-            "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])) + ". " + verdict
-        )
-    numbers: dict[str, Any] = {
-        "prediction": outcome,
-        "fit": line,
-        "control": found.placebo,
-        "ratios": found.ratios.to_dict("records"),
-    }
-    run.conclude(verdict, **numbers, step_ms=found.step_ms.to_dict())
-    return verdict
+        parts.insert(0, "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])))
+    numbers: dict[str, Any] = {"prediction": outcome, "fit": line, "control": found.placebo}
+    numbers |= {"ratios": found.ratios.to_dict("records"), "step_ms": found.step_ms.to_dict()}
+    return f"{found.where} ({run.id}):\n  " + "\n  ".join(parts), numbers
+
+
+def conclude(pair: Sequence[Found]) -> str:
+    """Say what both runs show; write the first one's summary.json."""
+    said, numbers = verdict(pair[0])
+    pair[0].run.conclude(said, **numbers)
+    return "\n".join([said, *(verdict(other)[0] for other in pair[1:])])
