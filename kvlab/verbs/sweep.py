@@ -3,6 +3,9 @@
 Cells are executed by ``kvlab run`` in processes of their own, one after another, so that no two share a core, a GPU
 or a link.  ``sweep.json`` in the sweep's folder says what is done: the same command with ``--resume FOLDER`` goes on
 where it stopped and repeats no finished cell.
+
+``--on ray`` with ``--place pack``, or an experiment of one machine: every free node of the cluster runs a cell at a
+time and is claimed whole.  With ``--place spread`` a cell runs across nodes, one cell after another.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import argparse
 import html
 import itertools
 import json
+import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +25,9 @@ from typing import Any
 import pandas as pd
 
 from kvlab import experiments, params, runs, tables
-from kvlab.errors import DONE, FAILED, BadInput, RunFailed
+from kvlab.errors import DONE, FAILED, BadInput, KvlabError, RunFailed
 from kvlab.measures.common import progress
-from kvlab.verbs.run import assignments
+from kvlab.verbs.run import assignments, configure_place
 
 Cell = dict[str, Any]
 
@@ -38,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs", help="folder that takes the sweep (default: runs)")
     parser.add_argument("--resume", metavar="FOLDER", help="go on with a sweep that stopped")
     parser.add_argument("--measure-only", action="store_true", help="no notebooks")
+    configure_place(parser)
 
 
 def grid(words: Sequence[str]) -> list[dict[str, str]]:
@@ -124,10 +130,16 @@ def main(args: argparse.Namespace) -> int:
     else:
         folder, state = begin(args)
     todo = [c for c in state["cells"] if c["outcome"] not in ("completed", "contradicted")]
+    able = "ray" in experiments.get(args.experiment).model().model_fields
+    across = args.on == "ray" and able and args.place != "pack"
+    if args.place == "spread" and not able:
+        raise BadInput(f"{args.experiment} runs on one machine: sweep it with --place pack, a cell on each node")
     for cell in todo:
         cell["words"] = command(state, cell, folder, args.measure_only)
+        if across:
+            cell["words"] += ["--on", "ray", *(["--address", args.address] if args.address else [])]
     try:
-        for cell, code, last in _local(todo):
+        for cell, code, last in _on_nodes(todo, state, folder, args) if args.on == "ray" and not across else _local(todo):
             finish(cell, code, last)
             save(folder, state)
     finally:
@@ -144,6 +156,39 @@ def main(args: argparse.Namespace) -> int:
 def _local(todo: list[Cell]) -> Iterator[tuple[Cell, int, str]]:
     for cell in progress(todo, "cells"):
         yield cell, *execute(cell["words"])
+
+
+def _on_nodes(
+    todo: list[Cell], state: dict[str, Any], folder: Path, args: argparse.Namespace
+) -> Iterator[tuple[Cell, int, str]]:
+    """Run a cell at a time on every node of a cluster; with a lost node its cell fails and the others go on."""
+    from kvlab.placement import ray
+
+    waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[Cell, int, str]] = queue.SimpleQueue()
+    given = Path(state["file"]).read_bytes() if state["file"] else b""
+    for cell in todo:
+        mine = {**state, "file": str(folder / "parameters.yaml") if given else ""}
+        cell["words"] = command(mine, cell, folder, args.measure_only)
+        waiting.put(cell)
+    with ray.every_node(params.OnRay(address=args.address or ""), folder) as nodes:
+
+        def serve(node: ray.Node) -> None:
+            while not (node.lost and any(not n.lost for n in nodes)):
+                try:
+                    cell = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    node.put("parameters.yaml", given)
+                    done.put((cell, *node.execute(cell["words"], f"cell-{cell['cell']}.log")))
+                except (KvlabError, OSError) as error:
+                    done.put((cell, FAILED, json.dumps({"outcome": "failed", "error": str(error)})))
+
+        for node in nodes:
+            threading.Thread(target=serve, args=(node,), daemon=True).start()
+        for _ in progress(todo, "cells"):
+            yield done.get()
 
 
 def collect(state: dict[str, Any]) -> pd.DataFrame:
