@@ -45,9 +45,11 @@ def _on_ray(params: RelativeToNvlink, run: Run, bench: Bench, model: str) -> Non
         raise BadInput("hand_over=dynamo finds its workers by files on one machine; on Ray take client or router")
     assert params.ray is not None
     gpus = max(len([g for g in words.split(",") if g]) for words in (params.prefill_gpus, params.decode_gpus))
-    with ray.up(params.ray, run.logs, gpus=gpus, record=run.update) as nodes:
-        with counted(run, look=lambda: ray.look(nodes)) as turn:
-            _starts(params, run, bench, model, dict(zip(("prefill", "decode"), nodes, strict=True)), turn)
+    with (
+        ray.up(params.ray, run.logs, gpus=gpus, record=run.update) as nodes,
+        counted(run, look=lambda: ray.look(nodes)) as turn,
+    ):
+        _starts(params, run, bench, model, dict(zip(("prefill", "decode"), nodes, strict=True)), turn)
 
 
 def _starts(

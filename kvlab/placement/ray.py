@@ -70,6 +70,10 @@ def own_environment(raylet: int) -> tuple[dict[str, str], dict[str, list[str | N
     return own, {k: [os.environ.get(k), own.get(k)] for k in names}
 
 
+def _kvlab_path() -> str:
+    return str(Path(provenance.__file__).parents[2])
+
+
 class Keeper:
     """The actor: starts, stops and reads processes on its node."""
 
@@ -117,6 +121,7 @@ class Keeper:
             "node_id": ray.get_runtime_context().get_node_id(),
             "folder": str(self.folder),
             "executable": sys.executable,
+            "kvlab_path": _kvlab_path(),
             "affinity": sorted(os.sched_getaffinity(0)),
             "gpu_ids": self._gpus,
             "free_bytes": psutil.virtual_memory().available,
@@ -139,9 +144,9 @@ class Keeper:
     def speak(self, key: int, module: str, env: Mapping[str, str], log: str) -> int:
         """Start a module that speaks over a socket (:func:`kvlab.placement.local.start_speaking`)."""
         self._as_started()
-        path, here = self._path(log), str(Path(provenance.__file__).parents[2])
+        path = self._path(log)
         # kvlab may be on this process's path alone.
-        found = os.pathsep.join(filter(None, [here, self._environ.get("PYTHONPATH")]))
+        found = os.pathsep.join(filter(None, [_kvlab_path(), self._environ.get("PYTHONPATH")]))
         env = {**self._environ, "PYTHONPATH": found, **env}
         process, self._ends[key] = local.start_speaking(module, env=env, log=path)
         self._keep(key, process, path)
@@ -475,6 +480,25 @@ class Node:
         if process.returncode is None:
             self.call("bind", process.key, cores)
 
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file into the actor's folder."""
+        self.call("put", name, data)
+
+    def execute(self, words: Sequence[str], log: str) -> tuple[int, str]:
+        """Run a kvlab command to its end; return its exit code and its document, what it wrote being here by then."""
+        from kvlab.engines.vllm import Command
+
+        env = {"PYTHONPATH": self.facts["kvlab_path"]}
+        command = Command(log, "cell", tuple(words), env, "", self.root / log, place=self.place)
+        process = self.start(self.command(command), 15)
+        code = process.wait()
+        if process.lost:
+            raise RunFailed(process.lost)
+        self.gather()
+        lines = (self.root / log).read_text("utf-8", "replace").splitlines()
+        last = next((line for line in reversed(lines) if line.startswith("{")), lines[-1] if lines else "")
+        return code, last.replace(self.facts["folder"], str(self.root))
+
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
@@ -624,7 +648,14 @@ def up(
 
         def note() -> None:
             if record:
-                hidden = ("address", "node_id", "folder", "executable", "free_bytes")  # people hand manifests on
+                hidden = (
+                    "address",
+                    "node_id",
+                    "folder",
+                    "executable",
+                    "kvlab_path",
+                    "free_bytes",
+                )  # people hand manifests on
                 facts = [{k: v for k, v in node.facts.items() if k not in hidden} for node in made]
                 told = [f | {"gathered": n.gathered, "lost": n.lost} for f, n in zip(facts, made, strict=True)]
                 record(ray={"strategy": strategy, "bundle": bundle, "nodes": told})
