@@ -138,8 +138,9 @@ def main(args: argparse.Namespace) -> int:
         cell["words"] = command(state, cell, folder, args.measure_only)
         if across:
             cell["words"] += ["--on", "ray", *(["--address", args.address] if args.address else [])]
+    elsewhere = args.on == "ray" and not across
     try:
-        for cell, code, last in _on_nodes(todo, state, folder, args) if args.on == "ray" and not across else _local(todo):
+        for cell, code, last in _on_nodes(todo, state, folder, args) if elsewhere else _local(todo):
             finish(cell, code, last)
             save(folder, state)
     finally:
