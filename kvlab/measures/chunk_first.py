@@ -28,6 +28,8 @@ from kvlab.measures.engines import Bench, Engines, engine, memory_of, model_of
 from kvlab.params import ChunkFirst, EngineArm, TcpCrossover
 from kvlab.runs import Run, safe_name
 
+#: gaps beside a prompt's steps that its sending and its answer may touch, however long they are
+SPARE_GAPS = 3
 #: in an engine's /metrics: it has a running request
 _RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? [1-9]", re.MULTILINE)
 
@@ -143,7 +145,7 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
 
     Between two tokens of the running request lies one step; while the prompt is prefilled each step carries a chunk of
     it (less the one token of the running request), so the gaps in that time are the steps at prefix 0, chunk, ...
-    Returns rows of table ``steps``; a prompt whose gaps are not as many as its chunks is left out.
+    Returns rows of table ``steps``; a prompt whose steps cannot be told from others is left out.
     """
     rows: list[dict[str, Any]] = []
     target = engines.cluster.engines[0]
@@ -180,17 +182,24 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
 
 
 def prefill_steps(request: pd.Series, sent_s: float, done_s: float, tokens: int, chunk: int) -> list[dict[str, Any]]:
-    """Pick the steps of a prompt sent at ``sent_s`` and answered at ``done_s`` out of a running request's gaps."""
+    """Pick the steps of a prompt sent at ``sent_s`` and answered at ``done_s`` out of a running request's gaps.
+
+    They are the gaps in a row, as many as the prompt has steps, whose sum is largest.  Where more than three others lie
+    in that time (a long prompt is tokenised and sent while ordinary steps pass), each whole step must be longer than
+    nine tenths of those; else a step may be taken for an ordinary one, and nothing is returned.
+    """
     gaps = np.asarray(request["gaps_ms"], float)
     ends = request["start_s"] + (request["ttft_ms"] + np.cumsum(gaps)) / 1e3
     own = chunk - 1  # the running request's own token is part of the step
     count = -(-tokens // own)
     inside = np.flatnonzero((ends > sent_s) & (ends - gaps / 1e3 < done_s))
-    # A gap before the first step or after the last may reach into the window: the steps are the longest in a row.
-    if not count <= len(inside) <= count + 3:
+    if len(inside) < count:
         return []
-    sums = np.convolve(gaps[inside], np.ones(count), "valid")
-    found = gaps[inside][int(sums.argmax()) :][:count]
+    at = int(np.convolve(gaps[inside], np.ones(count), "valid").argmax())
+    found, others = gaps[inside][at:][:count], np.delete(gaps[inside], np.s_[at : at + count])
+    whole = found[: tokens // own] if tokens >= own else found
+    if len(others) > SPARE_GAPS and whole.min() <= np.quantile(others, 0.9):
+        return []
     return [
         {"prefix_tokens": i * own, "chunk_tokens": min(own, tokens - i * own), "step_ms": float(g)}
         for i, g in enumerate(found)
