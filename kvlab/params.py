@@ -7,6 +7,7 @@ float), so the models take those forms too, and refuse what only looks like a nu
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,6 +108,11 @@ class Experiment(Strict):
         twice = {x for x in labels if labels.count(x) > 1}
         if twice:
             raise ValueError(f"two arms have the label {sorted(twice)[0]!r}")
+        # Logs are named after arms.
+        named: dict[str, str] = {}
+        for label in labels:
+            if (other := named.setdefault(re.sub(r"[\W_]+", "-", label).strip("-"), label)) != label:
+                raise ValueError(f"the labels {other!r} and {label!r} must differ in letters or digits")
         return self
 
 
@@ -389,29 +395,42 @@ _TCP_KNOBS = ("segment_sizes", "thread_counts", "socket_buffers", "rma_rails")
 class ChunkFirst(EngineParams):
     """chunk-first: replicas over the prefill chunk (max-num-batched-tokens), then against 1P1D on equal hardware."""
 
+    #: large enough that a whole prompt in one step holds up a running request for many ordinary steps
+    stand_in: Annotated[dict[str, Any], BeforeValidator(_structured)] = {
+        "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "intermediate": 1408,
+    }  # fmt: skip
+    max_model_len: Count | None = 2048
+    max_num_seqs: Count | None = 16
     #: chunks to try, each with its own start of the replicas
-    chunk_tokens: Counts = [2048, 1024, 512, 256]
+    chunk_tokens: Counts = [2048, 512, 256]
     replicas: Count = 2
     #: one prefill and one decode engine beside the replicas; off where there is room for one engine only
     one_p_one_d: bool = True
     #: the prefill chunk of 1P1D, which no running request waits for
-    pd_chunk_tokens: Count = 8192
-    prompt_tokens: Count = 2048
-    output_tokens: Count = 32
+    pd_chunk_tokens: Count = 2048
+    prompt_tokens: Count = 1024
+    output_tokens: Count = 64
     #: offered loads in requests a second, over all engines (Poisson arrivals)
-    rates_rps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.3, 0.6]
-    requests: Count = 20
+    rates_rps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.5, 1]
+    #: 36 and more: with fewer even a load that all of them keep has a Wilson interval that reaches below 90 percent
+    requests: Count = 36
     repetitions: Count = 1
-    #: environment and expected transport of 1P1D
+    #: environment and expected transport of 1P1D; NIXL's own threads would spin on the cores of CPU engines
     pd_arm: Annotated[EngineArm, BeforeValidator(_structured)] = Field(
-        default_factory=lambda: EngineArm(label="1P1D", env={"UCX_TLS": "tcp"}, expect="tcp")
+        default_factory=lambda: EngineArm(
+            label="1P1D", env={"UCX_TLS": "sm,self,cma,tcp"}, expect="shared memory", nixl_threads=0
+        )
     )
     #: of an image, audio clip or video: the engine takes no smaller chunk unless their limits are 0
     max_tokens_per_mm_item: Whole = 0
     limit_mm_per_prompt: Annotated[dict[str, Whole], BeforeValidator(_structured)] = {}
     #: limits that configurations are ranked over
-    ttft_limits_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [1000, 2000, 3000, 5000, 8000, 12000]
-    gap_limits_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [50, 100, 200, 400, 800, 1600]
+    ttft_limits_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [
+        250, 350, 500, 700, 1000, 1400, 2000, 2800, 4000, 5600, 8000, 11200,
+    ]  # fmt: skip
+    gap_limits_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [
+        20, 30, 40, 60, 80, 110, 150, 200, 300, 400, 550, 750, 1000, 1400, 2000, 3000,
+    ]  # fmt: skip
     #: also measure step times at each chunk, for tcp-crossover's model: one long prompt beside one running request
     step_prompt_tokens: Annotated[list[Count], BeforeValidator(_listed)] = []
     step_repetitions: Count = 3
@@ -427,25 +446,25 @@ class TcpCrossover(EngineParams):
     max_model_len: Count | None = 8192
     max_num_seqs: Count | None = 8
     #: chunks (max-num-batched-tokens) of the replicas that are calibrated, each with its own start
-    chunk_tokens: Counts = [512, 128, 32]
+    chunk_tokens: Counts = [512, 64]
     #: prompts whose steps are timed at each chunk: the attention cost is known as far as the longest
     step_prompt_tokens: Counts = [1024, 4096]
     step_repetitions: Count = 3
     #: short inputs at which TTFT is measured on both sides
     calibrate_tokens: Counts = [256, 512, 1024]
     #: inputs of the check, on both sides of the crossover that is expected
-    check_tokens: Counts = [512, 1792, 6144]
+    check_tokens: Counts = [192, 1024, 4096]
     #: a prefill and a decode engine with the shaped link between them; off where there is room for one engine only
     one_p_one_d: bool = True
     #: the prefill chunk of 1P1D
     pd_chunk_tokens: Count = 512
     #: rates of the link, at the calibration and at the check, in turn
-    rates_gbps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.2, 0.8]
+    rates_gbps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.05, 0.8]
     #: requests of one kind in a repetition, one at a time
     requests: Count = 2
-    repetitions: Count = 6
+    repetitions: Count = 5
     #: longest gap that a replica may make between two tokens: sets its chunk
-    gap_limit_ms: Positive = 30
+    gap_limit_ms: Positive = 60
     #: None: no limit
     ttft_limit_ms: Positive | None = None
     #: end of the input lengths looked at
