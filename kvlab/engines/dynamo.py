@@ -39,6 +39,8 @@ from kvlab.placement.local import Place
 VERSION = "1.3.1"
 #: where ``python -m kvlab.engines.install dynamo`` puts the second environment
 FOLDER = Path(sys.prefix) / "dynamo"
+#: 1.3.1 reads the status server's port as a signed 16-bit number
+PORTS_BELOW = 1 << 15
 _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 #: what Dynamo's processes find each other by, under the logs
 _FILES = "dynamo"
@@ -111,6 +113,8 @@ def commands(
 
 def _worker(front: Dynamo, e: Engine, python: str, common: dict[str, str], logs: Path, place: Place) -> Command:
     """Return a worker's command; its port is the status server's, the others are chosen by Dynamo."""
+    if e.port >= PORTS_BELOW:
+        raise BadInput(f"{e.name}: port {e.port}: Dynamo {VERSION} takes status ports below {PORTS_BELOW} only")
     mocker = front.engine == "mocker"
     telemetry = None if mocker or e.role == "replica" else logs / "telemetry" / e.name
     # The mocker registers its model under --model-path; with another name the frontend looks for that at the hub.

@@ -79,8 +79,9 @@ def second() -> int:
     with open(f"{site}/borrowed.pth", "w") as file:
         file.write(sysconfig.get_path("purelib") + "\n")
     _pip("--python", python, "install", "-q", "--no-deps", *DYNAMO)
-    words = "import dynamo.frontend.main, dynamo.mocker.main as m; print(m.args.__version__)"
-    return _probe(python, words, "Dynamo")
+    return _probe(
+        python, "import dynamo.frontend.main, dynamo.mocker.main, dynamo.mocker as m; print(m.__version__)", "Dynamo"
+    )
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -46,11 +47,14 @@ _given: set[int] = set()
 BREAK = signal.SIGUSR1
 
 
-def free_ports() -> Iterator[int]:
+def free_ports(below: int | None = None) -> Iterator[int]:
     """Yield ports that nothing listens on and that this process has not handed out before."""
     while True:
         with socket.socket() as probe:
-            probe.bind(("", 0))
+            try:
+                probe.bind(("", below - 1 - secrets.randbelow(12_000) if below else 0))
+            except OSError:
+                continue
             port: int = probe.getsockname()[1]
         if port not in _given:
             _given.add(port)
@@ -76,7 +80,7 @@ def commands(
     """
     if not specs:
         raise BadInput("no engines to start")
-    ports = free_ports() if ports is None else ports
+    ports = free_ports(dynamo.PORTS_BELOW if isinstance(router, Dynamo) else None) if ports is None else ports
     version = version or versions.installed() or versions.DEFAULT
     settled = vllm.settle(specs, ports, cores or sorted(os.sched_getaffinity(0)), places)
     if isinstance(router, Dynamo):
@@ -95,7 +99,7 @@ _ECHO = re.compile(
     r"See root cause|initialization failed|died unexpectedly|EngineDeadError|leaked|nanobind|DeprecationWarning"
     r"|Engine core proc|EngineCore failed|EngineCore encountered|worker_busy_loop|WorkerProc hit|[Ss]hutting down"
 )
-_ERROR = re.compile(r"(^|[\s.])[A-Za-z]\w*(Error|Exception|Interrupt|Exit): |\berror: |\bERROR\b|\bFATAL\b|panicked at")
+_ERROR = re.compile(r"(^|[\s.])\w*(Error|Exception|Interrupt|Exit): |\berror: |\bERROR\b|\bFATAL\b|panicked at")
 _PREFIX = re.compile(
     r"^[\d-]+T[\d:.]+Z +[A-Z]+ |^[\w.-]+: error: "
     r"|^(\((\w+) pid=\d+\) )?((ERROR|FATAL|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] )?"
@@ -115,7 +119,7 @@ def last_error(log: Path) -> str:
         return ""
     errors = [line for line in lines if _ERROR.search(line)]
     # "ValueError: ..." before a bare "ERROR 12-02 ..." line of a traceback's middle.
-    named = [e for e in errors if re.search(r"\w(Error|Exception): \S|\berror: \S|panicked at", e)]
+    named = [e for e in errors if re.search(r"(Error|Exception): \S|\berror: \S|panicked at", e)]
     for choice in ([e for e in named if not _ECHO.search(e)], [e for e in errors if not _ECHO.search(e)], errors):
         if choice:
             return _PREFIX.sub("", choice[-1]).strip()[:400]

@@ -217,6 +217,8 @@ _VLLM = """\
         (_VLLM, "ValueError: No available memory for the cache blocks."),
         ("usage: x\nentry.py: error: unrecognized arguments: --nope\n", "unrecognized arguments: --nope"),
         ("INFO fine\nOSError: [Errno 98] Address already in use\n", "OSError: [Errno 98] Address already in use"),
+        ("Exception: invalid value `48159`, expected i16\n", "Exception: invalid value `48159`, expected i16"),
+        ("2026-12-02T05:34:29.1Z ERROR dynamo_llm: Error adding model\n", "dynamo_llm: Error adding model"),
         ("all is well\n", ""),
         ("RuntimeError: Engine core initialization failed. See root cause above.\n", "RuntimeError: Engine core"),
     ],
