@@ -96,7 +96,7 @@ def at_place(command: Command) -> Command:
     return there
 
 
-def follower(command: Command, ring: Path, began_s: float) -> nixl.Follower | Follower:
+def following(command: Command, ring: Path, began_s: float) -> nixl.Follower | Follower:
     """Return what follows an engine's telemetry rings, on the engine's own machine."""
     if command.place.node:
         remote: Follower = command.place.node.follower(ring, began_s)
@@ -136,7 +136,7 @@ class Bench:
         todo = [at_place(c) for c in launch.commands(specs, folder=folder, router=router, places=places)]
         mine = self.logs.setdefault(arm.label, {})
         mine |= {f"{c.name}-{start}": c.log for c in todo if c.role != "router"}
-        followers = [follower(c, c.telemetry_dir, self.began_s) for c in todo if c.role == "decode" and c.telemetry_dir]
+        followers = [following(c, c.telemetry_dir, self.began_s) for c in todo if c.role == "decode" and c.telemetry_dir]
         engines: Engines | None = None
         try:
             with contextlib.ExitStack() as stack:
