@@ -80,7 +80,7 @@ class Generator:
 
     def __init__(self, log: Path, tokenizer: str, *, began_s: float, start_limit_s: float = 180) -> None:
         self.log, self.tokenizer, self.began_s, self._limit_s = log, tokenizer, began_s, start_limit_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: local.Started | None = None
         self._ready = False
 
     def __enter__(self) -> Generator:
