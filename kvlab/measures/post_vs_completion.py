@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,14 +44,16 @@ def measure(params: PostVsCompletion, run: Run) -> None:
     """Fill ``pulls``, ``limits``, ``counters``, ``transports`` and ``verdicts``."""
     all_cases = cases(params)
     largest = max(case.bytes for case in all_cases)
-    rows, limits = Rows(run, "pulls"), []
+    rows, limits = Rows(run, "pulls"), list[dict[str, object]]()
     rng = np.random.default_rng(params.seed)
     with contextlib.ExitStack() as stack:
         ways, look = stack.enter_context(placed(params, run, params.in_flight * largest))
         made: dict[str, list[Pair]] = {arm.label: [] for arm in params.arms}
         for arm in params.arms:
             for number, way in enumerate(ways):
-                options = replace(Options.of(params, arm, way.cores), **way.gpus)
+                options = Options.of(params, arm, way.cores)
+                if way.gpus:
+                    options = replace(options, target_gpu=way.gpus[0], initiator_gpu=way.gpus[1])
                 one = Pair(arm, options, all_cases, run.logs, slots=params.in_flight, places=way.places, number=number)
                 made[arm.label].append(stack.enter_context(one))
         describe(run, {label: pairs[0] for label, pairs in made.items()})
@@ -96,7 +98,7 @@ class Way:
 
     places: tuple[Place, Place] = (LOCAL, LOCAL)
     link: str = ""
-    gpus: dict[str, int] = field(default_factory=dict)
+    gpus: tuple[int, ...] = ()
     cores: int | None = None
 
 
@@ -119,12 +121,11 @@ def placed(
         for number, (target, initiator) in enumerate(links * params.pairs):
             ends = nodes[target], nodes[initiator]
             pools.update(node.facts["node_id"] for node in ends)
-            own = zip(("target_gpu", "initiator_gpu"), ends, strict=True)
             ways.append(
                 Way(
                     places=(ends[0].place, ends[1].place),
                     link=f"node {target} to node {initiator}",
-                    gpus={k: number // len(links) % len(node.facts["gpu_ids"]) for k, node in own} if gpus else {},
+                    gpus=tuple(number // len(links) % len(n.facts["gpu_ids"]) for n in ends) if gpus else (),
                     cores=min(node.facts["cores_allowed"] for node in ends),
                 )
             )

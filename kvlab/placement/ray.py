@@ -95,7 +95,7 @@ class Keeper:
         except OSError:
             self._left.append("oom_score_adj")
         self._gpus = [str(i) for i in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, local.Started] = {}
         self._ends: dict[int, Connection] = {}
         self._followers: dict[str, nixl.Follower] = {}
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
@@ -109,6 +109,10 @@ class Keeper:
         except PermissionError:
             if "nice" not in self._left:
                 self._left.append("nice")
+
+    def alive(self) -> bool:
+        """Answer."""
+        return True
 
     def facts(self) -> dict[str, Any]:
         """Return what the controller and the manifest want to know of this node."""
@@ -157,7 +161,7 @@ class Keeper:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _keep(self, key: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    def _keep(self, key: int, process: local.Started, log: Path) -> None:
         self._processes[key] = process
 
         def attend() -> None:
@@ -189,7 +193,7 @@ class Keeper:
         if process.poll() is None:
             if number == signal.SIGKILL:
                 guard.kill_below(process.pid)
-            process.send_signal(number)
+            (process.kill if number == signal.SIGKILL else process.terminate)()
 
     def bind(self, key: int, cores: set[int]) -> None:
         """Move every thread below a process to ``cores`` (see :mod:`kvlab.engines.cores`)."""
@@ -389,6 +393,14 @@ class Node:
         except ray.exceptions.RayError as error:
             self._lose(error)
             raise RunFailed(self.lost) from None
+
+    def unwell(self) -> str:
+        """Say what is wrong with the node; empty when it answers.  A lost one takes until Ray has noticed."""
+        try:
+            self.call("alive", limit_s=60)
+        except RunFailed as error:
+            return str(error)
+        return ""
 
     def listen(self) -> None:
         """Bring in what the processes say until the node is closed or lost; runs in a thread."""
@@ -663,7 +675,12 @@ def up(
         stack.callback(note)
         _enter(stack, made, wanted.wait_s)
         note()
-        yield made
+        try:
+            yield made
+        except RunFailed as error:
+            # The other side of a pull often fails before Ray has noticed that a node is gone, which takes seconds.
+            lost = [said for node in made if (said := node.unwell())]
+            raise RunFailed(f"{'; '.join(lost)}: {error}") if lost and lost[0] not in str(error) else error from None
 
 
 def _actor(ray: Any, options: Mapping[str, Any]) -> Any:
