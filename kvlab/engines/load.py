@@ -11,7 +11,6 @@ Prompts come from the seed alone, so every arm gets the same ones.
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

