@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
+from typing import Any
 
 import great_tables as gt
 import pandas as pd
@@ -34,7 +36,9 @@ def show(
     :param percent: columns that hold shares of one
     :param note: what a reader must know to read the numbers
     """
-    table = Table(frame[list(labels)], id=name).tab_header(title=title).cols_label(**labels)  # type: ignore[arg-type]
+    # A label or a log line from elsewhere is text, whatever it looks like.
+    cells = frame[list(labels)].map(_plain)
+    table = Table(cells, id=name).tab_header(title=_plain(title)).cols_label(**labels)  # type: ignore[arg-type]
     for column, digits in (decimals or {}).items():
         table = table.fmt_number(columns=column, decimals=digits)
     if percent:
@@ -42,9 +46,13 @@ def show(
     table = table.sub_missing(missing_text="–").tab_options(
         table_font_size="13px", table_margin_left="0", heading_align="left", data_row_padding="4px"
     )
-    table = table.tab_source_note(note) if note else table
+    table = table.tab_source_note(_plain(note)) if note else table
     table.kvlab_text = _text(frame[list(labels)], labels, decimals or {}, percent, title)
     return table
+
+
+def _plain(value: Any) -> Any:
+    return html.escape(value, quote=False) if isinstance(value, str) else value
 
 
 def _text(

@@ -118,7 +118,8 @@ def summary(pulls: pd.DataFrame, by: Sequence[str] = ("arm", "prompt_tokens")) -
     costs = {key.get("arm"): post_by_size(cells) for key, cells in groups(shapes, arms)}
     rows = []
     for key, g in groups(p, by):
-        row = {**key, "n": len(g), "descriptors": int(g["descriptors"].median()), "bytes": int(g["bytes"].median())}
+        counts = {c: float(g[c].median()) for c in ("descriptors", "bytes")}
+        row = {**key, "n": len(g), **{c: int(v) if v == v else v for c, v in counts.items()}}
         for name in ("post", "drain", "xfer", "poll"):
             row |= _with_interval(f"{name}{{}}_us", g[f"{name}_us"])
             row[f"{name}_p90_us"] = float(g[f"{name}_us"].quantile(0.9))
@@ -126,13 +127,14 @@ def summary(pulls: pd.DataFrame, by: Sequence[str] = ("arm", "prompt_tokens")) -
         row |= {f"{name}_share": float(g[f"{name}_share"].median()) for name in ("drain", "poll")}
         row |= _with_interval("post_per_descriptor{}_us", g["post_us"] / g["descriptors"])
         row |= _with_interval("rate{}_gb_s", g["bytes"] / g["xfer_us"] / 1e3)
-        own = {costs[a] for a in g["arm"].unique()} if arms else {costs[None]}
+        unknown = (np.nan, np.nan)
+        own = {costs.get(a, unknown) for a in (g["arm"].unique() if arms else [None])}
         per_descriptor, per_byte = own.pop() if len(own) == 1 else (np.nan, np.nan)
         by_bytes, whole = per_byte * row["bytes"], per_descriptor * row["descriptors"] + per_byte * row["bytes"]
         row["post_bytes_share"] = by_bytes / whole if whole > 0 else np.nan
         rest = float((g["drain_share"] - g["poll_share"].fillna(0)).median())
         shares = {"post-bound": row["post_share"], "poll-bound": np.nan_to_num(row["poll_share"]), "drain-bound": rest}
-        row["verdict"] = max(shares, key=lambda name: shares[name])
+        row["verdict"] = max(shares, key=lambda name: shares[name]) if row["post_share"] >= 0 else "not known"
         if row["verdict"] == "post-bound" and row["post_share"] >= SYNCHRONOUS_SHARE and row["post_bytes_share"] > 0.5:
             row["verdict"] = "synchronous"
         rows.append(row)

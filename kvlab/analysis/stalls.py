@@ -138,11 +138,11 @@ def grid(
 
     Columns: ``config``, ``load``, ``ttft_limit_ms``, ``gap_limit_ms``, ``n``, ``passed``, ``low``, ``high`` (Wilson),
     ``state``: supported (90 percent pass, the whole interval says so), not supported, or unresolved.  A failed
-    request passes nowhere; one without gaps (a single token) keeps any gap limit.
+    request passes nowhere; one without gaps (a single token) keeps any gap limit.  A group without a load is left out.
     """
     frame, _ = load(requests)
     first, gap = np.asarray(ttft_limits_ms, float), np.asarray(gap_limits_ms, float)
-    parts = []
+    parts = [pd.DataFrame(columns=["config", "load", "ttft_limit_ms", "gap_limit_ms", "n", "passed"])]
     for (name, at), g in frame.groupby([config, load_by], sort=True):
         ttft = g["ttft_ms"].where(~g["failed"], np.inf).to_numpy(float)
         stall = g["longest_gap_ms"].fillna(0).to_numpy(float)
@@ -150,7 +150,7 @@ def grid(
         passed = (ttft[:, None] <= first).astype(float).T @ (stall[:, None] <= gap).astype(float)
         cells = pd.MultiIndex.from_product([first, gap], names=["ttft_limit_ms", "gap_limit_ms"]).to_frame(index=False)
         parts.append(cells.assign(config=str(name), load=float(str(at)), n=len(g), passed=passed.ravel().astype(int)))
-    every = pd.concat(parts, ignore_index=True)
+    every = pd.concat(parts[1:] or parts, ignore_index=True)
     every["low"], every["high"] = wilson(every["passed"], every["n"])
     known = [every["low"] >= NEEDED, every["high"] < NEEDED]
     return every.assign(state=np.select(known, ["supported", "not supported"], UNRESOLVED))

@@ -125,8 +125,9 @@ def main(args: argparse.Namespace) -> int:
     # A pair of dumps is one arm, named after the second.
     arms = labels(args.files[1::2] if kind == "metrics" and len(contents) > 1 else args.files)
     if args.arm:
-        if len(args.arm) != len(arms) or len(set(args.arm)) != len(arms):
-            raise BadInput(f"--arm: {len(arms)} different labels are wanted, one for each arm, in order")
+        if len(args.arm) != len(arms) or len({runs.safe_name(a) for a in args.arm}) != len(arms):
+            wanted = "labels that differ in letters or digits are" if len(arms) > 1 else "label is"
+            raise BadInput(f"--arm: {len(arms)} {wanted} wanted, one for each arm, in order")
         arms = args.arm
     tables, unknown = (
         ({}, ["times, bytes and descriptors of single pulls"])

@@ -20,7 +20,7 @@ def gpu() -> Run:
 
 def _bars(run: Run, where: str) -> pd.DataFrame:
     rows = summary(run)
-    rows = rows[rows["replicas"]]
+    rows = rows[rows["replicas"] & rows["chunk_tokens"].notna()]
     return rows[["rate_rps", "chunk_tokens", *GAPS]].assign(where=where, status="measured", source=run.id)
 
 

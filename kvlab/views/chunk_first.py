@@ -22,19 +22,35 @@ def _disaggregated(run: Run) -> str:
     return str(run.manifest["parameters"]["pd_arm"]["label"])
 
 
+def requests(run: Run) -> pd.DataFrame:
+    """Return the run's requests; an offered rate that is not known (imported runs) is what was served a second."""
+    rows = run.table("requests")
+    if not run.manifest.get("imported") or rows["rate_rps"].notna().all():
+        return rows
+    own = rows.assign(end_s=rows["start_s"] + rows["e2e_ms"] / 1e3).groupby(
+        ["arm", "chunk_tokens", "concurrency", "phase", "repetition"], dropna=False
+    )
+    seconds = own["end_s"].transform("max") - own["start_s"].transform("min")
+    return rows.assign(rate_rps=rows["rate_rps"].fillna(own["end_s"].transform("count") / seconds.where(seconds > 0)))
+
+
 def summary(run: Run) -> pd.DataFrame:
     """Return :func:`kvlab.analysis.stalls.summary` by configuration and rate: chunks from large to small, then 1P1D."""
-    rows = stalls.summary(run.table("requests"), BY)
+    rows = stalls.summary(requests(run), BY)
     rows["replicas"] = rows["arm"] != _disaggregated(run)
     rows = rows.sort_values(["rate_rps", "replicas", "chunk_tokens"], ascending=[True, False, False])
-    rows["case"] = rows["rate_rps"].map(lambda r: f"{r:g} requests/s")
+    rows["case"] = rows["rate_rps"].map(lambda r: f"{r:.4g} requests/s" if r == r else "rate not known")
     return rows.reset_index(drop=True)
 
 
 def _caption(run: Run, rows: pd.DataFrame) -> str:
     p = run.manifest["parameters"]
+    arrivals = "the same Poisson arrivals everywhere"
+    if run.manifest.get("imported"):
+        arrivals = "imported: arrivals not known, a rate that was not told is requests served a second"
+        arrivals += "" if rows["gap_median_ms"].notna().any() else ", gaps not known and not judged"
     return (
-        f"{p['prompt_tokens']:,} tokens in, {p['output_tokens']} out, the same Poisson arrivals everywhere; "
+        f"{p['prompt_tokens']:,} tokens in, {p['output_tokens']} out, {arrivals}; "
         f"{rows['n'].min()} requests each; {run.id}; machine possibly shared"
     )
 
@@ -101,9 +117,9 @@ def ranking(run: Run) -> pd.DataFrame:
     Columns of :func:`kvlab.analysis.stalls.rank`, and ``chunk``: the largest one that serves the replicas' best load.
     """
     p = run.manifest["parameters"]
-    requests = run.table("requests")
-    cells = stalls.grid(requests, p["ttft_limits_ms"], p["gap_limits_ms"])
-    chunk = requests.dropna(subset="chunk_tokens").groupby("arm")["chunk_tokens"].first()
+    rows = requests(run)
+    cells = stalls.grid(rows, p["ttft_limits_ms"], p["gap_limits_ms"])
+    chunk = rows.dropna(subset="chunk_tokens").groupby("arm")["chunk_tokens"].first()
     own = cells[(cells["state"] == "supported") & (cells["config"] != _disaggregated(run))]
     own = own.assign(chunk=own["config"].map(chunk)).sort_values(["load", "chunk"])
     best = own.groupby(["ttft_limit_ms", "gap_limit_ms"])["chunk"].last()
@@ -112,8 +128,10 @@ def ranking(run: Run) -> pd.DataFrame:
     return stalls.rank(cells).merge(best.reset_index(), how="left")
 
 
-def heat_map(ranked: pd.DataFrame, run: Run) -> charts.Shown:
+def heat_map(ranked: pd.DataFrame, run: Run) -> charts.Shown | str:
     """Draw who serves the largest load at each pair of limits; ties, unresolved and unserved pairs are marked."""
+    if ranked.empty:
+        return "no load is known, so who serves the larger one cannot be said"
     marks = {stalls.TIE: "=", stalls.UNRESOLVED: "?", stalls.NOBODY: ""}
     won = [o for o in (TUNED, _disaggregated(run)) if o in set(ranked["outcome"])]
     others = sorted(set(ranked["outcome"]) - set(won) - set(marks))
@@ -155,8 +173,8 @@ def conclude(run: Run, rows: pd.DataFrame, ranked: pd.DataFrame) -> str:
         run.conclude(verdict, stalls=rows.to_dict("records"))
         return verdict
     large, small = (own["arm"][getattr(own["chunk_tokens"], end)()] for end in ("idxmax", "idxmin"))
-    requests = stalls.load(run.table("requests"))[0]
-    both = requests[requests["arm"].isin([large, small])]
+    judged = stalls.load(run.table("requests"))[0]
+    both = judged[judged["arm"].isin([large, small])]
     ratios = compare.ratios(both, baseline=large, value="longest_gap_ms", by=["rate_rps"])
     if ratios.empty:
         raise BadInput("one chunk only: nothing to compare; give chunk_tokens two or more")
@@ -164,7 +182,9 @@ def conclude(run: Run, rows: pd.DataFrame, ranked: pd.DataFrame) -> str:
     longer = bool((ratios["different"] & (ratios["ratio"] > 1)).any())
     first = "REFUTED" if longer else "holds" if shorter else "not resolved"
     span = ", ".join(
-        f"{r.ratio:.2f} ({r.low:.2f} to {r.high:.2f}) at {r.rate_rps:g} requests/s" for r in ratios.itertuples()
+        f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f}) at "
+        + (f"{r['rate_rps']:g} requests/s" if r["rate_rps"] > 0 else "a rate not known")
+        for r in ratios.to_dict("records")
     )
     parts = [f"longest gaps of {small} are to those of {large} as {span}: prediction of shorter stalls {first}"]
     hidden = own["hidden"]

@@ -81,7 +81,7 @@ def models(run: Run) -> dict[str, cost.Fit]:
     """Fit the cost model to each arm's plain cells; an arm with threads has one below and one above the split."""
     rows, found = pulls(run), {}
     for arm in arms(run):
-        mine = rows[(rows["variation"] == PLAIN) & (rows["arm"] == arm)]
+        mine = rows[(rows["variation"] == PLAIN) & (rows["arm"] == arm) & (rows["post_us"] > 0)]
         # Neighbours that meet by chance are merged: a case is one shape, of its median count.
         mine = mine.assign(descriptors=mine.groupby("case")["descriptors"].transform("median"))
         over = (mine["nixl_threads"] > 0) & (mine["descriptors"] >= SPLIT_AT)
@@ -165,6 +165,10 @@ def _finish(chart: alt.TopLevelMixin, name: str, heading: str, run: Run, caption
     same = "Same bytes at every size" if spread < 0.001 else f"Bytes agree to {spread:.0%} (counts are rounded up)"
     n = f"{rows['n'].min()} to {rows['n'].max()}" if rows["n"].nunique() > 1 else f"{rows['n'].min()}"
     own = run.manifest["parameters"]
+    if run.manifest.get("imported"):
+        caption += f"{same}; imported averages, {own['in_flight']} in flight; {run.id}"
+        chart = chart.properties(title=charts.title(f"{heading}: {where(run)}", run, caption))
+        return charts.show(chart, f"{name}_{'vram' if on_gpu(run) else 'dram'}", run)
     polls = f"polled every {own['poll_interval_ms']:g} ms" if own["poll_interval_ms"] else "busy polls"
     caption += (
         f"{same}; {own['shape']}, {own['in_flight']} in flight, {polls}; warm, {n} pulls a point, cells in a new "
@@ -190,8 +194,10 @@ def rate_chart(run: Run) -> charts.Shown:
     return _finish(chart, "rate", "Rate by descriptor size", run)
 
 
-def post_chart(run: Run) -> charts.Shown:
+def post_chart(run: Run) -> charts.Shown | str:
     """Draw the post of one descriptor by the count of descriptors, all pull sizes in one."""
+    if plain(run)["post_us"].isna().all():
+        return "the post is not known apart from the pull"
     frame = points(plain(run), "descriptors", "post_per_descriptor{}_us").assign(model=lambda f: f["pull"])
     drawn = marks(frame, arms(run), (COUNT, "Post per descriptor (µs, log scale)"), "line", "whisker", "point")
     threads = run.table("pulls")["nixl_threads"].max() > 0
@@ -200,8 +206,10 @@ def post_chart(run: Run) -> charts.Shown:
     return _finish(chart, "post", "What one descriptor costs to post", run)
 
 
-def fit_chart(run: Run) -> charts.Shown:
+def fit_chart(run: Run) -> charts.Shown | str:
     """Draw pull time by count: measured, fitted with its band, where transports meet; below, all residuals."""
+    if not models(run):
+        return "no cost model: it takes post and pull of two counts of descriptors or more in one arm"
     fits, size = models(run), float(plain(run)["pull_bytes"].min())
     curve = pd.concat([cost.predict(f, np.geomspace(*f.ranges["descriptors"], 40), size) for f in fits.values()])
     curve = points(curve, "descriptors", "xfer{}_us", 1e3).assign(model=curve["arm"])
@@ -284,7 +292,8 @@ def cost_table(pair: list[Run], others: list[dict[str, str]]) -> gt.GT:
         threads = run.table("pulls").groupby("arm")["nixl_threads"].max()
         for fit in models(run).values():
             got = fit.parameters.set_index("parameter")[["value", "low", "high"]].astype(float)
-            row = {"Machine": where(run), "Arm": fit.arm, "Threads": str(threads[fit.arm.split(PART)[0]])}
+            n = threads[fit.arm.split(PART)[0]]
+            row = {"Machine": where(run), "Arm": fit.arm, "Threads": f"{n:g}" if n == n else "not known"}
             for part in ("Post", "Wire"):
                 row[f"{part} a descriptor (µs)"] = span(*got.loc[f"{part.lower()}_per_descriptor_us"])
             rate, own = got.loc["bandwidth_gb_s"], fit.residuals["xfer_residual"].abs()
@@ -321,6 +330,8 @@ def gains(run: Run) -> pd.DataFrame:
     small = min(sizes.unique(), key=lambda s: abs(np.log(s / PREDICTED_AT)))
     rows = rows.assign(over=rows["arm"], arm=np.where(sizes == small, "many", "one"))
     rows = rows[sizes.isin([small, sizes.max()])]
+    if small == sizes.max():
+        return pd.DataFrame()
     return compare.ratios(rows, baseline="one", by=("over",)).assign(descriptor_bytes=small)
 
 
@@ -341,9 +352,9 @@ def predictions(over: dict[str, str], gained: pd.DataFrame, residuals: pd.Series
                 ratio = span(r["ratio"], r["low"], r["high"])
                 text = f"{size_text(r['descriptor_bytes'])} take {ratio} times one descriptor"
                 found.append({"what": f"{r['over']} ({over[r['over']]})", "holds": holds, "text": text})
-    near = float((residuals.abs() <= FIT_WITHIN).mean())
-    text = f"{near:.0%} of {len(residuals)} shapes within {FIT_WITHIN:.0%}"
-    found.append({"what": "the cost model", "holds": near >= FIT_SHARE, "text": text})
+    near = float((residuals.abs() <= FIT_WITHIN).mean()) if len(residuals) else np.nan
+    text = f"{near:.0%} of {len(residuals)} shapes within {FIT_WITHIN:.0%}" if len(residuals) else "nothing to fit"
+    found.append({"what": "the cost model", "holds": near >= FIT_SHARE if len(residuals) else None, "text": text})
     if not np.isnan(best):
         found.append({"what": f"{GOAL:.0%} of a device copy", "holds": best >= GOAL, "text": f"best arm {best:.0%}"})
     return found
@@ -352,7 +363,7 @@ def predictions(over: dict[str, str], gained: pd.DataFrame, residuals: pd.Series
 def verdict(run: Run) -> tuple[str, dict[str, Any]]:
     """Say what one run shows, with the numbers behind it."""
     share, gained = shares(run), gains(run)
-    residuals = pd.concat([f.residuals["xfer_residual"] for f in models(run).values()])
+    residuals = pd.concat([pd.Series(dtype=float), *(f.residuals["xfer_residual"] for f in models(run).values())])
     best = share["share"].max() if on_gpu(run) and len(share) else np.nan
     checks = predictions(transports(run), gained, residuals, best)
     words = {True: "holds", False: "is REFUTED", None: "is not resolved"}

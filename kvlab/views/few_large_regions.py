@@ -49,9 +49,14 @@ def break_evens() -> pd.DataFrame:
     return pd.concat(found).assign(where="B300, published")
 
 
+@cache
+def _recorded() -> Run:
+    return runs.load(shape.GPU)
+
+
 def threaded(pair: list[Run]) -> list[cost.Fit]:
     """Return the models of one GPU arm with NIXL threads, below the split and above: of these runs, else recorded."""
-    for run in (*pair, runs.load(shape.GPU)):
+    for run in (*pair, _recorded()):
         fits = [f for f in shape.models(run).values() if shape.PART in f.arm]
         if shape.on_gpu(run) and fits:
             return fits[:2]
@@ -132,6 +137,8 @@ def knobs_table(pair: list[Run]) -> gt.GT:
     for run in pair:
         seen = shape.pulls(run).query("not warmup and variation in ('plain', 'contiguous')")
         seen = seen.groupby(["arm", "bytes", "descriptor_bytes", "variation"])[["descriptors", "xfer_us"]].median()
+        if "contiguous" not in seen.index.unique("variation"):
+            continue
         both = seen.unstack("variation").dropna().groupby("arm", sort=False).head(1)
         for arm, r in both.droplevel(["bytes", "descriptor_bytes"]).iterrows():
             n = [r["descriptors", v] for v in ("plain", "contiguous")]

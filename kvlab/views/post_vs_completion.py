@@ -29,6 +29,7 @@ def split_table(summary: pd.DataFrame, run: Run) -> gt.GT:
     for name in ("post", "drain", "xfer", "xfer_low", "xfer_high"):
         frame[f"{name}_ms"] = frame[f"{name}_us"] / 1e3
     frame["interval"] = frame.apply(lambda r: f"{r['xfer_low_ms']:.1f} to {r['xfer_high_ms']:.1f}", axis=1)
+    frame["interval"] = frame["interval"].where(frame["xfer_low_us"].notna())
     frame["gb"] = frame["bytes"] / 1e9
     return tables.show(
         frame,
@@ -138,7 +139,7 @@ def conclude(run: Run, summary: pd.DataFrame, ratios: pd.DataFrame) -> str:
         )
         bound = ", ".join(dict.fromkeys(rows["verdict"]))
         sentences.append(f"{arm}: post {span} of the pull, {bound}")
-    for arm in dict.fromkeys(ratios["arm"]):
+    for arm in dict.fromkeys(ratios["arm"] if len(ratios) else ()):
         rows = ratios[ratios["arm"] == arm]
         if arm != baseline(run):
             low, high = rows["ratio"].min(), rows["ratio"].max()

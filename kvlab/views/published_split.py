@@ -55,7 +55,7 @@ def pulls(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
     mine = mine.assign(relative=mine["xfer_us"] / mine["prompt_tokens"].map(base), pull_ms=mine["xfer_us"] / 1e3)
     both = pd.concat([theirs, mine.assign(status=_HERE, ms_status=_HERE)])
     kept = both[["prompt_tokens", "arm", "relative", "pull_ms", "status", "ms_status"]]
-    return kept.astype({"prompt_tokens": int}).sort_values("prompt_tokens", kind="stable", ignore_index=True)
+    return kept.astype({"prompt_tokens": float}).sort_values("prompt_tokens", kind="stable", ignore_index=True)
 
 
 def _one_thread() -> dict[str, Any]:
@@ -88,7 +88,8 @@ def halves(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
     row |= {"post_ms": one["post_us"] / 1e3, "after_ms": (one["xfer_us"] - one["post_us"]) / 1e3}
     rows.append(row | {"post_per_descriptor_us": one["post_us"] / one["descriptors"], "post_status": "measured"})
     mine = ordered(summary, run)
-    for r in mine[mine["prompt_tokens"] == mine["prompt_tokens"].max()].to_dict("records"):
+    length = mine["prompt_tokens"].fillna(0)  # imported averages may have no length
+    for r in mine[length == length.max()].to_dict("records"):
         row = {"arm": f"this run, {r['arm']}", "post_ms": r["post_us"] / 1e3, "after_ms": r["drain_us"] / 1e3}
         row |= {k: r[k] for k in ("prompt_tokens", "descriptors", "post_per_descriptor_us")}
         row |= {f"{e}_us": r[f"post_per_descriptor_{e}_us"] for e in ("low", "high")}
