@@ -47,6 +47,10 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code (table in :mod:`kvlab.errors`)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal of another character set shows \xb5 for what it lacks; nothing ends for it.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     chosen = next((w for w in words if not w.startswith("-")), None)
     try:
         args = _parser(chosen if chosen in VERBS else None).parse_args(words)
@@ -62,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
+        return FAILED
+    except OSError as error:
+        # A disk that is full or taken away, wherever it shows.
+        print(f"kvlab {args.verb}: {error}", file=sys.stderr)
         return FAILED
 
 

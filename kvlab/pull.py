@@ -149,7 +149,7 @@ class Pair:
         self.number = number
         self.rng = np.random.default_rng(options.seed)
         self.places = dict(zip(("target", "initiator"), places, strict=True))
-        stem = re.sub(r"[^A-Za-z0-9.-]+", "_", arm.label).strip("_") + (f"-{number}" if number else "")
+        stem = re.sub(r"[^\w.-]+", "_", arm.label).strip("_") + (f"-{number}" if number else "")
         self.logs = {side: logs / f"{stem}.{side}.log" for side in ("target", "initiator")}
         self._processes: dict[str, Any] = {}
         self._ends: dict[str, Connection] = {}

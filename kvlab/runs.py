@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,6 +66,8 @@ class Run:
         self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text("utf-8"))
         #: where charts, summary and report of *this* execution go; None: nowhere (plain replay)
         self.out: Path | None = None if frozen else path
+        #: values that no file of the run may hold
+        self.secrets: set[str] = set()
         self._t0 = time.monotonic()
 
     @property
@@ -115,8 +117,11 @@ class Run:
         """Merge ``entries`` into manifest.json."""
         self._writable()
         self.manifest.update(entries)
+        text = _json(self.manifest).decode()
+        for value in sorted(self.secrets, key=len, reverse=True):
+            text = text.replace(value, "REDACTED")
         try:
-            write_atomic(self.path / "manifest.json", _json(self.manifest))
+            write_atomic(self.path / "manifest.json", text.encode())
         except OSError as error:
             raise RunFailed(f"cannot write manifest.json into {self.path}: {error.strerror}") from None
 
@@ -168,8 +173,12 @@ class Run:
             error = f"{type(problem).__name__}: {problem}"
             raise
         finally:
+            from kvlab.capture import redact
+
             if main and previous is not None:
                 signal.signal(signal.SIGTERM, previous)
+            with suppress(OSError):
+                redact.hide(self.logs.rglob("*"), self.secrets)
             end = {"outcome": outcome, "end": _now(), **extra}
             # On a full disk the data error is the one to show, not the manifest's.
             try:
@@ -225,7 +234,7 @@ def create(
     :raises BadInput: when the folder cannot be made or holds a run already
     """
     from kvlab.capture import provenance
-    from kvlab.capture.redact import redacted
+    from kvlab.capture.redact import redacted, secrets
 
     path = new_folder(experiment, out=out, run_dir=run_dir, label=label)
     try:
@@ -248,7 +257,9 @@ def create(
         write_atomic(path / "manifest.json", _json(manifest))
     except OSError as error:
         raise BadInput(f"cannot make the run folder {path}: {error.strerror}; choose another with --out") from None
-    return Run(path, frozen=False)
+    run = Run(path, frozen=False)
+    run.secrets = secrets([dict(params), dict(os.environ)])
+    return run
 
 
 def find(name: str | Path) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 HIDDEN = "REDACTED"
@@ -71,3 +72,30 @@ def redacted(document: Any, name: str = "") -> Any:
     if isinstance(document, str):
         return HIDDEN if is_secret(name, document) else redact(document)
     return document
+
+
+def secrets(document: Any, name: str = "") -> set[str]:
+    """Return the secret values in plain data: by key (``HF_TOKEN``), after a flag (``--api-key X``) or ``NAME=``.
+
+    Values that may stand anywhere (under eight characters, one word, numbers) are left out: see :func:`hide`.
+    """
+    if isinstance(document, dict):
+        return set().union(*(secrets(v, str(k)) for k, v in document.items()))
+    if isinstance(document, list | tuple):
+        flags = [str(w) if str(w).startswith("-") else name for w in ["", *document]]
+        return set().union(*(secrets(v, flag) for flag, v in zip(flags, document, strict=False)))
+    key, _, value = str(document).partition("=")
+    found = [(name, str(document)), (key, value)]
+    own = {v for n, v in found if len(v) > 7 and v[0] != "-" and is_secret(n, v)}
+    return {v for v in own if not v.isalpha() and re.search("[A-Za-z]", v)}
+
+
+def hide(files: Iterable[Path], values: Iterable[str]) -> None:
+    """Put REDACTED for ``values`` wherever they stand in ``files``: engines print their arguments and errors."""
+    known = [v.encode() for v in sorted(values, key=len, reverse=True)]
+    for path in files:
+        data = before = path.read_bytes() if path.is_file() else b""
+        for value in known:
+            data = data.replace(value, HIDDEN.encode())
+        if data != before:
+            path.write_bytes(data)

@@ -36,7 +36,7 @@ def descendants(root: int) -> list[int]:
         if name.isdigit():
             try:
                 # After the command in brackets, which may hold anything: state, parent.
-                state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = Path(f"/proc/{name}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
             except OSError:
                 continue
             if state != "Z":
@@ -53,7 +53,7 @@ def _shared_memory(pids: list[int]) -> set[str]:
     files = set()
     for pid in pids:
         try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines()
         except OSError:
             continue
         files |= {line[line.index(_SHM) :] for line in lines if _SHM in line and not line.endswith("(deleted)")}
