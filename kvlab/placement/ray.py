@@ -621,8 +621,8 @@ def _enter(stack: contextlib.ExitStack, nodes: Sequence[Node], wait_s: float) ->
     for node, facts in zip(nodes, told, strict=True):
         node.facts = facts
     versions = {node.name: node.facts["versions"] for node in nodes}
-    here = {"this controller": {**next(iter(versions.values())), "kvlab": provenance.versions()["kvlab"]}}
-    if said := mismatch(here | versions):
+    ours = {name: {"kvlab": v["kvlab"]} for name, v in {"this machine": provenance.versions(), **versions}.items()}
+    if said := mismatch(versions) or mismatch(ours):
         raise BadInput(f"the nodes do not run the same software: {said}")
     for node in nodes:
         mates = [n for n in nodes if n.facts["node_id"] == node.facts["node_id"]]

@@ -119,6 +119,12 @@ def finish(cell: Cell, code: int, last: str) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run what is not done, then write one table and one report over all cells."""
+    able = "ray" in experiments.get(args.experiment).model().model_fields
+    across = args.on == "ray" and able and args.place != "pack"
+    if args.on != "ray" and (args.place or args.address):
+        raise BadInput("--place and --address go with --on ray")
+    if args.place == "spread" and not able:
+        raise BadInput(f"{args.experiment} runs on one machine: sweep it with --place pack, a cell on each node")
     if args.resume:
         folder = Path(args.resume)
         try:
@@ -130,10 +136,6 @@ def main(args: argparse.Namespace) -> int:
     else:
         folder, state = begin(args)
     todo = [c for c in state["cells"] if c["outcome"] not in ("completed", "contradicted")]
-    able = "ray" in experiments.get(args.experiment).model().model_fields
-    across = args.on == "ray" and able and args.place != "pack"
-    if args.place == "spread" and not able:
-        raise BadInput(f"{args.experiment} runs on one machine: sweep it with --place pack, a cell on each node")
     for cell in todo:
         cell["words"] = command(state, cell, folder, args.measure_only)
         if across:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvlab.engines import guard
 from kvlab.placement import local
@@ -33,6 +35,9 @@ class Cluster:
     def __init__(self, link: Link, folder: Path) -> None:
         self.link, self.folder = link, folder
         self.address = f"{link.places[0].address}:{PORT}"
+        #: packages in here are installed on the second node alone
+        self.packages = folder / "packages"
+        self.packages.mkdir()
         self._lifelines, self.nodes = {}, {}
 
     def start(self, side: int, *words: str, **env: str) -> None:
@@ -46,6 +51,20 @@ class Cluster:
         log = self.folder / f"node-{side}.log"
         self.nodes[side] = local.start(argv, env=env, log=log, place=place, pass_fds=(reading,))
         os.close(reading)
+
+    def kvlab(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a kvlab command on the first node."""
+        argv = [*self.link.places[0].prefix, sys.executable, "-m", "kvlab.cli", *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            **options,
+        )
 
     def lose(self, side: int) -> None:
         """Kill everything of a node at once."""
@@ -66,9 +85,10 @@ def two_nodes(rate_gbps: float | None = None) -> Iterator[Cluster]:
         cluster = Cluster(link, folder)
         try:
             cluster.start(0, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}")
-            wait_for(folder / "node-0.log", "Ray runtime started")
-            cluster.start(1, f"--address={cluster.address}", '--resources={"second": 1}')
-            wait_for(folder / "node-1.log", "Ray runtime started")
+            # The second node waits for the first.
+            cluster.start(1, f"--address={cluster.address}", PYTHONPATH=str(cluster.packages))
+            for side in (0, 1):
+                wait_for(folder / f"node-{side}.log", "Ray runtime started")
             yield cluster
         finally:
             cluster.close()

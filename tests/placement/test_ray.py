@@ -1,0 +1,186 @@
+"""Runs on a Ray cluster: what is pure, then a cluster of two network namespaces with a link between them."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+from placement.ray_cluster import two_nodes
+
+from kvlab.capture.ucx import agrees
+from kvlab.cli import main
+from kvlab.placement import ray
+
+LIMIT_S = 120
+TCP = {"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+ARMS = json.dumps([{"label": "TCP", "env": TCP, "expect": "tcp"}])
+WORDS = ["post-vs-completion", "--measure-only", "-p", f"arms={ARMS}", "-p", "tp=8", "-p", "prompt_tokens=1024"]
+WORDS += ["-p", "warmup=1"]
+
+
+def test_a_mismatch_shows_both_versions_and_both_nodes():
+    same = {"nixl": "1.4.1", "ucx": "1.22.0", "vllm": "0.30.0"}
+    assert ray.mismatch({"node 0": same, "node 1": dict(same)}) == ""
+    other = {**same, "nixl": "1.3.0"}
+    del other["ucx"]
+    assert ray.mismatch({"node 0": same, "node 1": other}) == (
+        "nixl is 1.4.1 on node 0 and 1.3.0 on node 1; ucx is 1.22.0 on node 0 and not installed on node 1"
+    )
+
+
+def test_packages_that_no_transport_depends_on_may_differ():
+    assert ray.mismatch({"node 0": {"torch": "2.12"}, "node 1": {"torch": "2.13"}}) == ""
+
+
+def test_the_environment_is_the_one_that_ray_was_started_with(monkeypatch):
+    started = {"PATH": os.environ["PATH"], "UCX_NET_DEVICES": "mlx5_0:1", "RAY_x": "1"}
+    started["LD_PRELOAD"] = "/mine.so:/site-packages/ray/core/libjemalloc.so"
+    # A loader that cannot preload a library says so and goes on.
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", code], env=started, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as raylet:
+        raylet.stdout.readline()
+        for name in list(os.environ):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("PATH", started["PATH"])
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        own, undone = ray.own_environment(raylet.pid)
+        raylet.kill()
+    assert own == {"PATH": started["PATH"], "UCX_NET_DEVICES": "mlx5_0:1", "LD_PRELOAD": "/mine.so"}
+    assert undone["OMP_NUM_THREADS"] == ["1", None] and undone["UCX_NET_DEVICES"] == [None, "mlx5_0:1"]
+    assert "PATH" not in undone
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run", "post-vs-completion", "--address", "a:1"], "--address goes with --on ray"),
+        (["run", "tcp-tuning", "--on", "ray"], "tcp-tuning runs on one machine"),
+        (["sweep", "tcp-tuning", "--grid", "seed=1", "--on", "ray", "--place", "spread"], "sweep it with --place pack"),
+        (["run", "post-vs-completion", "--on", "ray", "-p", "ray={nodes: 1}"], "ray.nodes"),
+        (["run", "post-vs-completion", "--on", "ray", "-p", "ray={cpu: 1}"], "unknown parameter 'ray.cpu'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_line(words, says, tmp_path, capsys):
+    pytest.importorskip("nixl")
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error and "\n" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    pytest.importorskip("ray")
+    pytest.importorskip("nixl")
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    with two_nodes() as made:
+        yield made
+
+
+def document(process):
+    text, error = process.communicate(timeout=LIMIT_S)
+    lines = text.splitlines()
+    return process.returncode, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}, error
+
+
+def agents():
+    """Return (pid, niceness, environment) of every living agent."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/cmdline") as file:
+                if "kvlab.pull_agent" not in file.read():
+                    continue
+            with open(f"/proc/{name}/environ") as file:
+                env = dict(e.split("=", 1) for e in file.read().split("\0") if "=" in e)
+            found.append((int(name), os.getpriority(os.PRIO_PROCESS, int(name)), env))
+    return found
+
+
+@pytest.mark.live
+def test_two_pairs_pull_across_the_link(cluster, tmp_path):
+    words = ["-p", "pairs=2", "-p", "repetitions=2", "--on", "ray", "--address", cluster.address]
+    before = {pid for pid, *_ in agents()}
+    code, told, error = document(cluster.kvlab("run", *WORDS, *words, "--out", str(tmp_path)))
+    assert code == 0, error
+    run = tmp_path / "post-vs-completion" / os.path.basename(told["run"])
+    pulls = pd.read_parquet(run / "pulls.parquet")
+    assert pulls.groupby("pair").size().tolist() == [3, 3] and pulls[pulls["repetition"] == -1]["verified"].all()
+    verdicts = pd.read_parquet(run / "verdicts.parquet")
+    assert len(verdicts) == 2 and verdicts["devices"].eq("kv0").all()
+    assert all(agrees(t, "tcp") for t in verdicts["transport"])
+    # The interface of the initiators' node counted the payload and TCP's headers, about 5 in 100 at most.
+    counted = pd.read_parquet(run / "counters.parquet")
+    counted = counted[counted["device"].str.endswith("kv0") & (counted["counter"] == "rx_bytes")]["delta_bytes"]
+    assert 1.0 <= counted.max() / pulls["bytes"].sum() <= 1.1
+    manifest = json.loads((run / "manifest.json").read_text())
+    nodes = manifest["ray"]["nodes"]
+    assert manifest["ray"]["strategy"] == "STRICT_SPREAD" and len(nodes) == 2
+    assert all(n["undone"]["nice"] == [15, 0] and n["gathered"]["files"] == 2 and not n["not_undone"] for n in nodes)
+    assert "10.77.0" not in json.dumps(nodes)
+    assert {pid for pid, *_ in agents()} <= before
+
+
+@pytest.mark.live
+def test_differing_versions_are_refused_before_the_start(cluster, tmp_path):
+    fake = cluster.packages / "ai_dynamo-9.9.dist-info"
+    fake.mkdir()
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: ai-dynamo\nVersion: 9.9\n")
+    try:
+        words = ["run", *WORDS, "--on", "ray", "--address", cluster.address, "--out", str(tmp_path)]
+        code, _, error = document(cluster.kvlab(*words))
+    finally:
+        (fake / "METADATA").unlink()
+        fake.rmdir()
+    last = error.strip().splitlines()[-1]
+    assert code == 2 and "the nodes do not run the same software: ai-dynamo is" in last
+    assert "9.9 on node" in last and "not installed on" in last
+
+
+@pytest.mark.live
+def test_a_sweep_runs_a_cell_on_each_node(cluster, tmp_path):
+    words = ["sweep", *WORDS, "-p", "repetitions=1", "--grid", "in_flight=1,2", "--on", "ray", "--place", "pack"]
+    code, told, error = document(cluster.kvlab(*words, "--address", cluster.address, "--out", str(tmp_path)))
+    assert code == 0, error
+    assert (told["cells"], told["failed"]) == (2, 0)
+    (state,) = [json.loads(p.read_text()) for p in tmp_path.rglob("sweep.json")]
+    for cell, in_flight in zip(state["cells"], (1, 2), strict=True):
+        pulls = pd.read_parquet(os.path.join(cell["run"], "pulls.parquet"))
+        assert pulls["in_flight"].eq(in_flight).all() and cell["run"].startswith(str(tmp_path))
+
+
+@pytest.mark.live
+def test_a_lost_node_ends_the_run_and_leaves_nothing(cluster, tmp_path):
+    """The last one: afterwards the cluster has one node."""
+    words = ["-p", "repetitions=100000", "-p", "limits=false", "--on", "ray", "--address", cluster.address]
+    before = {pid for pid, *_ in agents()}
+    process = cluster.kvlab("run", *WORDS, *words, "--out", str(tmp_path))
+    deadline = time.monotonic() + LIMIT_S
+    while not list(tmp_path.rglob("pulls.parquet")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    ours = [(nice, env) for pid, nice, env in agents() if pid not in before]
+    # Ray's niceness and variables are undone, the arm's are there.
+    assert [nice for nice, _ in ours] == [0, 0]
+    assert all(TCP.items() <= env.items() and not {"OMP_NUM_THREADS", "RAY_JOB_ID"} & set(env) for _, env in ours)
+    cluster.lose(1)
+    code, told, _ = document(process)
+    assert code == 1 and told["outcome"] == "failed"
+    assert "was lost in mid-run" in told["error"] and "\n" not in told["error"]
+    run = next(tmp_path.rglob("manifest.json")).parent
+    assert len(pd.read_parquet(run / "pulls.parquet")) > 0
+    assert {pid for pid, *_ in agents()} <= before
+
+
+@pytest.mark.live
+def test_without_room_the_cluster_says_what_it_has(cluster, tmp_path):
+    words = ["--on", "ray", "--address", cluster.address, "-p", "ray={wait_s: 1, resources: {none_has_it: 1}}"]
+    code, _, error = document(cluster.kvlab("run", *WORDS, *words, "--out", str(tmp_path)))
+    assert code == 2 and "has no room for 2 x" in error.strip().splitlines()[-1]
