@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import altair as alt
 import great_tables as gt
+import numpy as np
 import pandas as pd
 
 from kvlab import charts, published, tables
-from kvlab.analysis import cost
+from kvlab.analysis import compare, cost
 from kvlab.analysis import relative as analysis
 from kvlab.analysis.join import ttft_parts
 from kvlab.analysis.split import median_interval, warm
+from kvlab.capture.ucx import agrees
 from kvlab.runs import Run
 from kvlab.views import arms, baseline
 from kvlab.views import descriptor_shape as shape
 
+PULL, POST, TTFT, _, RATE = analysis.QUANTITIES
 #: published quantity -> ours
 PUBLISHED = {
-    "kv_pull_time_relative": "KV pull, one at a time",
-    "post_time_relative": "post, one at a time",
-    "ttft_p50_relative": "TTFT p50, one at a time",
-    "requests_per_second_relative": "requests per second, several at once",
+    "kv_pull_time_relative": PULL,
+    "post_time_relative": POST,
+    "ttft_p50_relative": TTFT,
+    "requests_per_second_relative": RATE,
 }
+ENDS = ("_ms", "_low_ms", "_high_ms")
 
 
 def _tables(run: Run) -> dict[str, pd.DataFrame]:
@@ -216,10 +222,48 @@ def answers_text(run: Run) -> str:
     )
 
 
+def user(run: Run, found: pd.DataFrame) -> str:
+    """Say whether the difference between arms reaches the user: by first token, throughput, and the pull's part."""
+    ttft, rate = (found[found["quantity"] == q] for q in (TTFT, RATE))
+    said = []
+    for rows, name in ((ttft, "first token"), (rate, "throughput")):
+        if len(rows) and rows["low"].notna().all():
+            said.append(f"{name} {rows['low'].min():.2f} to {rows['high'].max():.2f} times")
+    matters = "it matters to the user" if ttft["different"].any() or rate["different"].any() else "not resolved"
+    pulls, requests = (analysis.with_blocks(warm(run.table(n))) for n in ("pulls", "requests"))
+    alone = (t[t["concurrency"] == 1].groupby(["prompt_tokens", "arm"]) for t in (pulls, requests))
+    pull, first = (g[c].median().unstack() for g, c in zip(alone, ("xfer_us", "ttft_ms"), strict=True))
+    part = pull.div(first[baseline(run)] * 1e3, axis=0)
+    more = part.drop(columns=baseline(run)).sub(part[baseline(run)], axis=0).stack()
+    span = f"{more.min():.1%} to {more.max():.1%}" if len(more) > 1 else f"{more.max():.1%}"
+    limits = f" (intervals of the ratio: {', '.join(said)})" if said else " (too few rounds for intervals)"
+    return f"by first token and throughput {matters}{limits}; the pulls differ by {span} of the baseline's first token"
+
+
+def predictions(run: Run, found: pd.DataFrame) -> list[str]:
+    """Hold the notebook's predictions of TCP against shared memory to the ratios; none where the arms are others."""
+    over = dict(zip(run.table("verdicts")["arm"], run.table("verdicts")["transport"].fillna(""), strict=True))
+    said = []
+    for arm in arms(run)[1:]:
+        if not (agrees(over.get(baseline(run), ""), "shared memory") and agrees(over.get(arm, ""), "tcp")):
+            continue
+        own = found[found["arm"] == arm].set_index(["quantity", "prompt_tokens"])[["low", "high"]]
+        pull, post, ttft = (own.loc[q] for q in (PULL, POST, TTFT))
+        checks = {
+            "the pull is longer": (pull["low"] > 1, pull["high"] < 1),
+            "its post is shorter": (post["high"] < 1, post["low"] > 1),
+            "the first token differs by less than the pull": (ttft["high"] < pull["low"], ttft["low"] > pull["high"]),
+        }
+        for what, (holds, refuted) in checks.items():
+            word = "holds" if holds.all() else "is REFUTED" if refuted.any() else "is not resolved"
+            said.append(f"{arm}: the prediction that {what} {word}")
+    return said
+
+
 def conclude(run: Run, found: pd.DataFrame) -> str:
     """Say what the ratios say, and whether the pull's difference reaches the user; write summary.json."""
     said = []
-    for arm in [a for a in arms(run) if a != baseline(run)]:
+    for arm in arms(run)[1:]:
         own = found[found["arm"] == arm]
         for quantity in analysis.QUANTITIES:
             rows = own[own["quantity"] == quantity]
@@ -236,11 +280,10 @@ def conclude(run: Run, found: pd.DataFrame) -> str:
                 span = f"{low:.2f}" if round(low, 2) == round(high, 2) else f"{low:.2f} to {high:.2f}"
                 lengths = ", ".join(map(charts.lengths, sorted(sure["prompt_tokens"])))
                 said.append(f"{arm}: {quantity} {span} times {baseline(run)}'s (at {lengths})")
-    ttft = found[(found["quantity"] == "TTFT p50, one at a time") & found["different"]]
-    rate = found[(found["quantity"] == "requests per second, several at once") & found["different"]]
-    matters = "it matters to the user" if len(ttft) or len(rate) else "no difference for the user is resolved here"
-    outcome = "THE EVIDENCE CONTRADICTS A LABEL. " if run.manifest["outcome"] == "contradicted" else ""
-    verdict = f"{outcome}{'; '.join(said)}. By first token and throughput: {matters}. {answers_text(run)}."
+    said += [*predictions(run, found), f"does it matter to the user: {user(run, found)}", answers_text(run)]
+    if run.manifest["outcome"] == "contradicted":
+        said.insert(0, "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])))
+    verdict = "\n".join(said)
     run.conclude(verdict, ratios=found.to_dict("records"))
     return verdict
 
@@ -248,81 +291,216 @@ def conclude(run: Run, found: pd.DataFrame) -> str:
 def block_sizes(engines: Run, agents: Run, agents_arm: str) -> pd.DataFrame:
     """Return engine pulls by block size, beside what the cost model of two bare agents predicts for the same shapes.
 
-    :param engines: a run whose arms differ in block size only
+    ``predicted_ms`` is of the model's part from NIXL's split up, ``unsplit_ms`` of its part below, where that applies;
+    ``ttft_ratio`` (with ``_low``, ``_high``) is to the largest block of the arms that differ in nothing else.
+
+    :param engines: a run whose arms differ in block size; those with variables of their own are of another kind
     :param agents: a descriptor-shape run on the same machine, whose model of arm ``agents_arm`` with threads predicts
     """
-    pulls = analysis.with_blocks(warm(engines.table("pulls")))
-    asked = analysis.with_blocks(warm(engines.table("requests")))
-    # Below the split NIXL does not share a pull out among its threads.
-    model = shape.models(agents)[f"{agents_arm}{shape.PART}{shape.SPLIT_AT:,} and up"]
+    pulls, asked = (analysis.with_blocks(warm(engines.table(n))) for n in ("pulls", "requests"))
+    settings = {a["label"]: a for a in engines.manifest["parameters"]["arms"]}
+    usual = {n: a["block_size"] for n, a in settings.items() if a["env"] == settings[baseline(engines)]["env"]}
+    largest = max(usual, key=lambda n: usual[n])
+    bare = agents.table("pulls")
+    # vLLM gives NIXL four threads, as many as the agents had.
+    threads = int(bare.loc[bare["arm"] == agents_arm, "nixl_threads"].max())
+    ratios = compare.ratios(asked[asked["ttft_ms"].notna()], baseline=largest, value="ttft_ms", block="block")
+    beside = {(r["arm"], r["prompt_tokens"]): (r["ratio"], r["low"], r["high"]) for r in ratios.to_dict("records")}
+    # From the split up NIXL shares a pull out among its threads.
+    models = shape.models(agents)
+    above, below = (
+        models[f"{agents_arm}{shape.PART}{n}"] for n in (f"{shape.SPLIT_AT:,} and up", f"below {shape.SPLIT_AT:,}")
+    )
     rows = []
     for (arm, tokens), own in pulls.groupby(["arm", "prompt_tokens"], sort=False):
         n, size = int(own["descriptors"].median()), int(own["bytes"].median())
-        guess = cost.predict(model, [n], [size]).iloc[0]
-        ttft = asked[(asked["arm"] == arm) & (asked["prompt_tokens"] == tokens)]["ttft_ms"]
-        pull, low, high = median_interval(own["xfer_us"] / 1e3)
-        rows.append(
-            {
-                "arm": arm,
-                "prompt_tokens": round(float(str(tokens))),
-                "n": len(own),
-                "descriptors": n,
-                "kib": size / n / 1024,
-                "post_ms": own["post_us"].median() / 1e3,
-                "pull_ms": pull,
-                "low_ms": low,
-                "high_ms": high,
-                "predicted_ms": guess["xfer_us"] / 1e3,
-                "extrapolated": bool(guess["extrapolated"]),
-                "post_per_descriptor_us": (own["post_us"] / own["descriptors"]).median(),
-                "gb_per_s": size / (pull * 1e6),
-                "ttft_ms": ttft.median(),
-                "ttft_n": int(ttft.notna().sum()),
-            }
-        )
-    return pd.DataFrame(rows).sort_values(["prompt_tokens", "descriptors"], ascending=[True, False])
+        guess, few = (cost.predict(model, [n], [size]).iloc[0] for model in (above, below))
+        ttft = asked[(asked["arm"] == arm) & (asked["prompt_tokens"] == tokens)]["ttft_ms"].dropna()
+        pull, first = median_interval(own["xfer_us"] / 1e3), median_interval(ttft)
+        same = beside.get((arm, tokens), (1.0, 1.0, 1.0))
+        row = {
+            "arm": arm,
+            "prompt_tokens": round(float(str(tokens))),
+            "n": len(own),
+            "block_size": settings[str(arm)]["block_size"],
+        }
+        row |= {
+            "usual": arm in usual,
+            "descriptors": n,
+            "kib": size / n / 1024,
+            "post_ms": own["post_us"].median() / 1e3,
+        }
+        row |= {f"{q}{e}": v for q, x in (("pull", pull), ("ttft", first)) for e, v in zip(ENDS, x, strict=True)}
+        row |= {f"ttft_ratio{e}": v for e, v in zip(("", "_low", "_high"), same, strict=True)}
+        row |= {"predicted_ms": guess["xfer_us"] / 1e3, "extrapolated": bool(guess["extrapolated"])}
+        row |= {"unsplit_ms": few["xfer_us"] / 1e3 if n < shape.SPLIT_AT else np.nan, "ttft_n": len(ttft)}
+        row |= {
+            "every_thread": n >= threads * shape.SPLIT_AT,
+            "post_per_descriptor_us": (own["post_us"] / n).median(),
+            "gb_per_s": size / (pull[0] * 1e6),
+        }
+        rows.append(row | {"pull_share": pull[0] / first[0]})
+    return pd.DataFrame(rows).sort_values(["prompt_tokens", "descriptors"], ascending=[True, False], ignore_index=True)
+
+
+def _ends(row: dict[Any, Any], name: str, form: str) -> str:
+    low, high = (row[name.format(end)] for end in ("_low", "_high"))
+    return f"{low:{form}} to {high:{form}}" if low == low else "too few"
 
 
 def block_size_table(found: pd.DataFrame) -> gt.GT:
     """Show the table of :func:`block_sizes`."""
     frame = found.assign(
-        interval=[
-            f"{low:.3g} to {high:.3g}" if pd.notna(low) else "too few"
-            for low, high in zip(found["low_ms"], found["high_ms"], strict=True)
+        interval=[_ends(r, "pull{}_ms", ".3g") for r in found.to_dict("records")],
+        ratio=[
+            f"{r['ttft_ratio']:.2f} ({_ends(r, 'ttft_ratio{}', '.2f')})" if r["ttft_ratio_low"] != 1 else "1"
+            for r in found.to_dict("records")
         ],
         marked=found["extrapolated"].map({True: "extrapolated", False: ""}),
+        percent=found["pull_share"] * 100,
     )
     names = {"arm": "Arm", "prompt_tokens": "Prompt (tokens)", "n": "Pulls", "descriptors": "Descriptors"}
-    names |= {"kib": "KiB each"}
-    times = {"post_ms": "Post (ms)", "post_per_descriptor_us": "µs a descriptor", "pull_ms": "Pull (ms)"}
-    rest = {"interval": "95 % interval (ms)", "predicted_ms": "Predicted (ms)", "marked": "", "gb_per_s": "GB/s"}
+    names |= {"kib": "KiB each", "post_ms": "Post (ms)", "post_per_descriptor_us": "µs a descriptor"}
+    names |= {"pull_ms": "Pull (ms)", "interval": "95 % interval (ms)", "predicted_ms": "Predicted (ms)", "marked": ""}
+    names |= {
+        "gb_per_s": "GB/s",
+        "ttft_ms": "TTFT (ms)",
+        "percent": "Pull / TTFT (%)",
+        "ratio": "TTFT to the largest block's",
+    }
     return tables.show(
         frame,
         "blocks",
         title="The same KV in fewer, larger blocks: vLLM on one H200, one request at a time",
-        labels={**names, **times, **rest, "ttft_ms": "TTFT (ms)"},
+        labels=names,
         decimals={
-            **dict.fromkeys(("prompt_tokens", "descriptors", "kib"), 0),
-            **dict.fromkeys(("post_ms", "pull_ms", "predicted_ms", "gb_per_s", "ttft_ms"), 1),
-            "post_per_descriptor_us": 2,
+            **dict.fromkeys(("prompt_tokens", "descriptors", "kib", "gb_per_s", "ttft_ms"), 0),
+            **dict.fromkeys(("post_ms", "pull_ms", "predicted_ms", "post_per_descriptor_us", "percent"), 1),
         },
-        note="Predicted: the cost model fitted to two bare NIXL agents with four threads on the same machine "
-        "(descriptor-shape), which never saw these pulls. One start of the engines an arm.",
+        note="Predicted: the cost model fitted to two bare NIXL agents with four threads on one H200 "
+        "(descriptor-shape), which never saw these pulls. Ratios of first tokens: 95 % intervals over rounds; one "
+        "start of the engines an arm.",
     )
 
 
-def block_size_advice(found: pd.DataFrame) -> str:
-    """Say in one line what to set, and how far the prediction was off."""
-    said = []
-    for tokens, rows in found.groupby("prompt_tokens"):
-        first, last = rows.iloc[0], rows.iloc[-1]
-        said.append(
-            f"at {charts.lengths(float(str(tokens)))} the pull went from {first['pull_ms']:.0f} to "
-            f"{last['pull_ms']:.0f} ms, the first token from {first['ttft_ms']:.0f} to {last['ttft_ms']:.0f} ms "
-            f"({first['arm']} to {last['arm']})"
+def block_size_chart(found: pd.DataFrame, engines: Run, run: Run) -> charts.Shown:
+    """Draw pull and first token by descriptors, the prediction and the hand-made series too; saved with ``run``."""
+    names = ["first token", "pull", "pull, predicted from bare agents"]
+    hand = published.load("h200_vllm_pulls").query("payload_transport == 'cuda_ipc' and in_flight == 1")
+    hand = hand.assign(
+        descriptors=hand["descriptors_per_pull"], ttft_ms=hand["ttft_p50_s"] * 1e3, pull_ms=hand["xfer_ms"]
+    )
+    kinds, panels = ["this recording, 95 % interval", "series made by hand"], list[Any]()
+    log = alt.Scale(type="log", domain=[0.3, 1500], nice=False)
+    for tokens, own in found.groupby("prompt_tokens"):
+        own = own.assign(text=own["block_size"].astype(str) + own["usual"].map({True: "", False: ", cross-layer"}))
+        parts = [
+            frame.assign(series=name, ms=frame[f"{key}_ms"], kind=kind)
+            for frame, kind in ((own, kinds[0]), (hand[hand["prompt_tokens"] == tokens], kinds[1]))
+            for key, name in (("ttft", names[0]), ("pull", names[1]))
+        ]
+        for part, key in zip(parts, ("ttft", "pull"), strict=False):
+            part["low"], part["high"] = part[f"{key}_low_ms"], part[f"{key}_high_ms"]
+        kept = ["descriptors", "ms", "low", "high", "series", "kind", "arm", "n", "text"]
+        points = pd.concat(parts, ignore_index=True)[kept]
+        guess = own.assign(series=names[2], ms=own["predicted_ms"].where(own["unsplit_ms"].isna(), own["unsplit_ms"]))
+        guess = guess.assign(part=guess["unsplit_ms"].isna())[["descriptors", "ms", "series", "part"]]
+        base = alt.Chart(points).encode(
+            x=alt.X(
+                "descriptors:Q",
+                title="Descriptors of the pull (log scale)",
+                scale=alt.Scale(type="log", domain=[0.7, 100_000]),
+                axis=alt.Axis(values=[1, 32, 1024, 8192, 65536], format=",d"),
+            ),
+            y=alt.Y("ms:Q", title="Time (ms, log scale)", scale=log, axis=alt.Axis(format=",~g", tickCount=6)),
+            color=alt.Color(
+                "series:N", title="", scale=alt.Scale(domain=names, range=[*charts.PALETTE[1::-1], "#000"])
+            ),
         )
-    off = (found["pull_ms"] / found["predicted_ms"] - 1).abs().max()
+        shapes = alt.Shape("kind:N", title="", scale=alt.Scale(domain=kinds, range=["circle", "diamond"]))
+        firsts = base.transform_filter(f"datum.kind == '{kinds[0]}' && datum.series == '{names[0]}'")
+        sizes = base.transform_filter(f"datum.kind == '{kinds[0]}' && datum.series == '{names[1]}'")
+        panels.append(
+            alt.layer(
+                base.mark_line(strokeDash=[5, 4], point=alt.OverlayMarkDef(shape="cross", size=60))
+                .encode(detail="part:N")
+                .properties(data=guess),
+                base.mark_rule(strokeWidth=2).encode(y="low:Q", y2="high:Q"),
+                base.mark_point(size=40, filled=False).encode(shape=shapes, tooltip=kept),
+                firsts.mark_text(dy=-12, fontSize=9).encode(text=alt.Text("ms:Q", format=".0f")),
+                sizes.mark_text(dy=14, align="left", dx=3).encode(text="text:N"),
+            ).properties(width=370, height=320, title=f"{charts.lengths(float(str(tokens)))} prompt")
+        )
+    n = f"{found['n'].min()} to {found['n'].max()}"
+    caption = (
+        "At the pulls: tokens a block; at the first tokens: ms. Same bytes in every arm; one request at a time, warm, "
+        f"{n} pulls a point, one start of the engines an arm; cross-layer blocks with another model runner; "
+        f"{engines.id}; machine possibly shared"
+    )
+    heading = charts.title("Pull and first token by number of descriptors: vLLM on one H200", engines, caption)
+    return charts.show(alt.hconcat(*panels).resolve_scale(y="shared").properties(title=heading), "block_sizes", run)
+
+
+def stops_mattering(found: pd.DataFrame) -> dict[int, int]:
+    """Return, for each prompt length, the least block from which on no first token is resolved to be longer."""
+    out = {}
+    for tokens, rows in found[found["usual"]].groupby("prompt_tokens"):
+        longer = rows.loc[rows["ttft_ratio_low"] > 1, "block_size"]
+        out[int(str(tokens))] = int(
+            rows.loc[rows["block_size"] > longer.max(), "block_size"].min() if len(longer) else rows["block_size"].min()
+        )
+    return out
+
+
+def block_size_findings(found: pd.DataFrame) -> str:
+    """Say whether pulls follow the prediction, where the block size stops mattering, and what cross-layer blocks do."""
+    usual, other, said = found[found["usual"]], found[~found["usual"]], []
+    off = usual["pull_ms"] / usual["predicted_ms"] - 1
+    worst = usual["descriptors"].iloc[int(off.abs().argmax())]
+    said.append(
+        f"pulls in {usual['descriptors'].min():,} descriptors and more lie {off.min():+.0%} to {off.max():+.0%} off "
+        f"the prediction, half of them within {off.abs().median():.0%}, the worst at {worst:,}"
+    )
+    for every, rows in usual.groupby("every_thread", sort=False):
+        cost_us, counts = rows["post_per_descriptor_us"], rows["descriptors"]
+        said.append(
+            f"post of a descriptor with {'all' if every else 'some'} of NIXL's threads at work ({counts.min():,} to "
+            f"{counts.max():,} descriptors of {rows['kib'].min():.0f} to {rows['kib'].max():.0f} KiB): "
+            f"{cost_us.min():.1f} to {cost_us.max():.1f} µs"
+        )
+    for tokens, block in stops_mattering(found).items():
+        rows = usual[usual["prompt_tokens"] == tokens]
+        first, last = rows.iloc[0], rows.iloc[-1]
+        at = rows[rows["block_size"] == block].iloc[0]
+        said.append(
+            f"{charts.lengths(tokens)}: from {first['block_size']} to {last['block_size']} tokens a block the pull "
+            f"goes from {first['pull_ms']:.0f} to {last['pull_ms']:.0f} ms and the first token from "
+            f"{first['ttft_ms']:.0f} to {last['ttft_ms']:.0f} ms; from {block} tokens on (pull {at['pull_share']:.0%} "
+            f"of the first token) none is resolved to be longer than with {last['block_size']}"
+        )
+        for r in rows[rows["ttft_ratio_high"] < 1].to_dict("records"):
+            said.append(
+                f"{charts.lengths(tokens)}: {r['block_size']} tokens a block even gave {r['ttft_ratio']:.2f} times the "
+                f"first token of {last['block_size']}, with a longer pull: starts of the engines differ by as much"
+            )
+    for r in other.to_dict("records"):
+        said.append(
+            f"{charts.lengths(r['prompt_tokens'])}, {r['arm']}: {r['descriptors']:,} descriptor, pull "
+            f"{r['pull_ms']:.1f} ms ({_ends(r, 'pull{}_ms', '.1f')}), the prediction {r['predicted_ms']:.1f} "
+            f"(extrapolated) and {r['unsplit_ms']:.1f} by the model's part below the split; first token "
+            f"{r['ttft_ms']:.0f} ms, {r['ttft_ratio']:.2f} ({_ends(r, 'ttft_ratio{}', '.2f')}) times the "
+            "largest block's"
+        )
+    return "\n".join(said)
+
+
+def block_size_advice(found: pd.DataFrame) -> str:
+    """Say in one line what to set."""
+    block, rows = max(stops_mattering(found).values()), found[found["usual"]]
+    rows = rows[rows["prompt_tokens"] == rows["prompt_tokens"].max()].set_index("block_size")
+    a, b = rows.iloc[0], rows.loc[block]
     return (
-        f"Set the largest --block-size that the attention backend takes: {'; '.join(said)}. "
-        f"The model of bare agents was off by at most {off:.0%}."
+        f"Set --block-size {block} or more on both engines instead of {rows.index[0]}: at "
+        f"{charts.lengths(a['prompt_tokens'])} the pull takes {b['pull_ms']:.0f} ms instead of {a['pull_ms']:.0f}, "
+        f"the first token {b['ttft_ms']:.0f} instead of {a['ttft_ms']:.0f}."
     )
