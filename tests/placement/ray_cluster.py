@@ -26,6 +26,9 @@ _QUICK = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_enable_metrics_collection": "0",
+    # Each is a Python of its own, on two cores.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 
@@ -46,11 +49,17 @@ class Cluster:
         # The guard takes the whole node with it, as the loss of a machine does.
         argv = [sys.executable, "-S", "-E", str(Path(guard.__file__)), str(reading), "5"]
         argv += [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-        argv += [f"--node-ip-address={place.address}", "--num-cpus=4", "--object-store-memory=80000000", *words]
+        argv += [f"--node-ip-address={place.address}", "--num-cpus=2", "--object-store-memory=80000000", *words]
         env = {**os.environ, **_QUICK, **env}
         log = self.folder / f"node-{side}.log"
         self.nodes[side] = local.start(argv, env=env, log=log, place=place, pass_fds=(reading,))
         os.close(reading)
+
+    def wait(self, side: int, words: str, limit_s: float = 90) -> None:
+        log, deadline = self.folder / f"node-{side}.log", time.monotonic() + limit_s
+        while words not in log.read_text():
+            assert self.nodes[side].poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
 
     def kvlab(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """Start a kvlab command on the first node."""
@@ -84,19 +93,18 @@ def two_nodes(rate_gbps: float | None = None) -> Iterator[Cluster]:
     with Link(rate_gbps, fallback=False) as link:
         cluster = Cluster(link, folder)
         try:
-            cluster.start(0, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}")
+            head = [
+                "--head",
+                f"--port={PORT}",
+                "--include-dashboard=false",
+                "--no-monitor",
+            ]
+            cluster.start(0, *head, f"--temp-dir={folder}")
             # The second node waits for the first.
             cluster.start(1, f"--address={cluster.address}", PYTHONPATH=str(cluster.packages))
             for side in (0, 1):
-                wait_for(folder / f"node-{side}.log", "Ray runtime started")
+                cluster.wait(side, "Ray runtime started")
             yield cluster
         finally:
             cluster.close()
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def wait_for(log: Path, words: str, limit_s: float = 60) -> None:
-    deadline = time.monotonic() + limit_s
-    while words not in (log.read_text() if log.exists() else ""):
-        assert time.monotonic() < deadline, f"{words!r} not in {log}: {log.read_text()}"
-        time.sleep(0.1)

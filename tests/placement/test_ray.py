@@ -128,6 +128,7 @@ def test_two_pairs_pull_across_the_link(cluster, tmp_path):
     assert {pid for pid, *_ in agents()} <= before
 
 
+@pytest.mark.slow
 @pytest.mark.live
 def test_differing_versions_are_refused_before_the_start(cluster, tmp_path):
     fake = cluster.packages / "ai_dynamo-9.9.dist-info"
@@ -144,6 +145,7 @@ def test_differing_versions_are_refused_before_the_start(cluster, tmp_path):
     assert "9.9 on node" in last and "not installed on" in last
 
 
+@pytest.mark.slow
 @pytest.mark.live
 def test_a_sweep_runs_a_cell_on_each_node(cluster, tmp_path):
     words = ["sweep", *WORDS, "-p", "repetitions=1", "--grid", "in_flight=1,2", "--on", "ray", "--place", "pack"]
@@ -154,6 +156,14 @@ def test_a_sweep_runs_a_cell_on_each_node(cluster, tmp_path):
     for cell, in_flight in zip(state["cells"], (1, 2), strict=True):
         pulls = pd.read_parquet(os.path.join(cell["run"], "pulls.parquet"))
         assert pulls["in_flight"].eq(in_flight).all() and cell["run"].startswith(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.live
+def test_without_room_the_cluster_says_what_it_has(cluster, tmp_path):
+    words = ["--on", "ray", "--address", cluster.address, "-p", "ray={wait_s: 1, resources: {none_has_it: 1}}"]
+    code, _, error = document(cluster.kvlab("run", *WORDS, *words, "--out", str(tmp_path)))
+    assert code == 2 and "has no room for 2 x" in error.strip().splitlines()[-1]
 
 
 @pytest.mark.live
@@ -177,10 +187,3 @@ def test_a_lost_node_ends_the_run_and_leaves_nothing(cluster, tmp_path):
     run = next(tmp_path.rglob("manifest.json")).parent
     assert len(pd.read_parquet(run / "pulls.parquet")) > 0
     assert {pid for pid, *_ in agents()} <= before
-
-
-@pytest.mark.live
-def test_without_room_the_cluster_says_what_it_has(cluster, tmp_path):
-    words = ["--on", "ray", "--address", cluster.address, "-p", "ray={wait_s: 1, resources: {none_has_it: 1}}"]
-    code, _, error = document(cluster.kvlab("run", *WORDS, *words, "--out", str(tmp_path)))
-    assert code == 2 and "has no room for 2 x" in error.strip().splitlines()[-1]
