@@ -6,6 +6,7 @@ import great_tables as gt
 import pandas as pd
 
 from kvlab import charts, tables
+from kvlab.analysis import pairs
 from kvlab.capture.ucx import agrees
 from kvlab.runs import Run
 from kvlab.views import arms, baseline, caption, ordered
@@ -105,6 +106,32 @@ def rate_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
         text="text",
     )
     return charts.show(chart, "rate", run)
+
+
+def pairs_table(run: Run) -> gt.GT | str:
+    """Show the rate of each pair of agents and of all together against the slowest link; words where one is all."""
+    pulls = run.table("pulls")
+    if pulls.get("pair", pd.Series(dtype=int)).nunique() < 2:
+        return "one pair of agents an arm: nothing to add up"
+    return tables.show(
+        ordered(pairs.rates(pulls, run.table("limits")), run),
+        "pairs",
+        title="Pairs that pull at once",
+        labels={
+            "arm": "Arm",
+            "prompt_tokens": "Prompt (tokens)",
+            "pair": "Pair",
+            "link": "Link",
+            "rounds": "Rounds",
+            "gb_per_s": "Rate (GB/s)",
+            "link_gb_per_s": "Plain socket (GB/s)",
+            "share": "Rate / socket",
+        },
+        decimals={"prompt_tokens": 0, "gb_per_s": 3, "link_gb_per_s": 2},
+        percent=("share",),
+        note="Medians over the rounds. All together: all bytes over the time from the first start to the last end, "
+        "against the slowest link's plain TCP socket, one stream of it, measured while nobody pulled.",
+    )
 
 
 def ratio_chart(ratios: pd.DataFrame, run: Run) -> charts.Shown | str:
