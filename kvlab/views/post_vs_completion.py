@@ -195,7 +195,7 @@ def predictions(summary: pd.DataFrame, verdicts: pd.DataFrame) -> list[dict[str,
     Arms are sorted by what the evidence says they are, never by their label.
     """
     found: list[dict[str, object]] = []
-    for row in verdicts.itertuples():
+    for row in verdicts.drop_duplicates(["arm", "transport"]).itertuples():
         shares = summary.loc[summary["arm"] == row.arm, "post_share"]
         if not isinstance(row.transport, str) or shares.empty:
             continue
