@@ -414,7 +414,7 @@ def gpus_of(params: Experiment) -> tuple[int, int] | None:
     if hasattr(params, "initiator_gpu"):
         return params.initiator_gpu, getattr(params, "target_gpu", 0)
     first = [str(getattr(params, f"{side}_gpus", "")).split(",")[0].strip() for side in ("decode", "prefill")]
-    numbers = [int(n) for n in first if n.isdigit()]
+    numbers = [int(n) for n in first if n.isdecimal()]
     return (numbers[0], numbers[-1]) if numbers else None
 
 

@@ -276,7 +276,7 @@ def _tables(text: str) -> Iterator[tuple[dict[str, str], list[dict[str, float]]]
             values = [float(w) for w in words]
         except ValueError:
             continue
-        if len(values) == len(names) > 2 and values[0] > 0 and values[1] > 0 and all(map(math.isfinite, values)):
+        if len(values) == len(names) > 2 and all(map(math.isfinite, values)) and min(values[:2]) >= 1:
             rows.append(dict(zip(names, values, strict=True)))
     if rows:
         yield options, rows

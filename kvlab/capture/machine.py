@@ -122,7 +122,7 @@ def gpus(listing: str, nvlink: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in listing.splitlines():
         cells = [c.strip() for c in line.split(",")]
-        if len(cells) == 4 and cells[0].isdigit():
+        if len(cells) == 4 and cells[0].isdecimal():
             index, memory = int(cells[0]), _int(cells[2])
             found.append({"index": index, "name": cells[1], "memory_mib": memory, "driver": cells[3]})
     links: dict[int, list[str]] = {}

@@ -487,7 +487,7 @@ def reader_text(text: str) -> tuple[pd.DataFrame, dict[str, Any]]:
         if key != "Value":
             names.append(value)
             values.append(0)
-        elif names and value.isdigit():
+        elif names and value.isdecimal() and len(value) < 20:  # 64 bits hold more, no sound value does
             values[-1] = int(value)
     grouper = Grouper()
     types = np.array([TYPE_OF.get(n, UNKNOWN) for n in names], np.int64)

@@ -207,7 +207,7 @@ def _row(cells: list[str], terminated: bool) -> Row | None:
         if not found:
             continue
         count = found[1]
-        if count is None and cell.isdigit() and i + 1 < len(cells) and (after := _RANGE.fullmatch(cells[i + 1])):
+        if count is None and cell.isdecimal() and i + 1 < len(cells) and (after := _RANGE.fullmatch(cells[i + 1])):
             count, found, i = cell, after, i + 1
         rest = cells[i + 1 :]
         while rest and not rest[-1]:
@@ -641,7 +641,7 @@ class _Reader:
         if found := _EVENT.search(text):
             if found[1] == "Event":
                 self.event = found[2]
-            elif self.event and found[2].isdigit():
+            elif self.event and found[2].isdecimal():
                 self.telemetry(self.event, int(found[2][:18]))
                 self.event = ""
             return
