@@ -43,14 +43,15 @@ def sentence(run: Run) -> str:
     """Answer a sceptic in a line: repetitions, bytes and descriptors, cold or warm, who shared the machine."""
     pulls = warm(run.table("pulls"))
     phases = run.table("phases")
-    rounds = phases[~phases["warmup"].astype(bool)].groupby("arm")["repetition"].nunique().min()
+    rounds = phases[~phases["warmup"].astype(bool)].groupby("arm")["repetition"].nunique()
+    each = f"{rounds.min()}" if rounds.min() == rounds.max() else f"{rounds.min()} to {rounds.max()}"
     starts = int(phases["start"].nunique())
     per = pulls.groupby(["prompt_tokens", "arm"])[["bytes", "descriptors"]].median().groupby("prompt_tokens").nunique()
     same = ["bytes" if (per["bytes"] <= 1).all() else "", "descriptors" if (per["descriptors"] <= 1).all() else ""]
     words = " and ".join(x for x in same if x)
     equal = f"same {words} in every arm" if words else "bytes and descriptors differ between arms"
     return (
-        f"{equal}; {rounds} rounds in each of {starts} start{'s' if starts > 1 else ''} of each arm's engines, warm-up "
+        f"{equal}; {each} rounds in each of {starts} start{'s' if starts > 1 else ''} of each arm's engines, warm-up "
         f"left out; same prompts in every arm; {run.id}; machine possibly shared"
     )
 
@@ -351,6 +352,7 @@ def _ends(row: dict[Any, Any], name: str, form: str) -> str:
 def block_size_table(found: pd.DataFrame) -> gt.GT:
     """Show the table of :func:`block_sizes`."""
     frame = found.assign(
+        arm=found["arm"].str.removeprefix("cuda_ipc, "),
         interval=[_ends(r, "pull{}_ms", ".3g") for r in found.to_dict("records")],
         ratio=[
             f"{r['ttft_ratio']:.2f} ({_ends(r, 'ttft_ratio{}', '.2f')})" if r["ttft_ratio_low"] != 1 else "1"
@@ -457,8 +459,10 @@ def block_size_findings(found: pd.DataFrame) -> str:
     usual, other, said = found[found["usual"]], found[~found["usual"]], []
     off = usual["pull_ms"] / usual["predicted_ms"] - 1
     worst = usual["descriptors"].iloc[int(off.abs().argmax())]
+    ends = usual.groupby("prompt_tokens").agg(few=("pull_high_ms", "last"), many=("pull_low_ms", "first"))
+    word = "is not refuted: larger blocks shorten the pull" if (ends["few"] < ends["many"]).all() else "is REFUTED"
     said.append(
-        f"pulls in {usual['descriptors'].min():,} descriptors and more lie {off.min():+.0%} to {off.max():+.0%} off "
+        f"the prediction {word}; pulls in {usual['descriptors'].min():,} descriptors and more lie {off.min():+.0%} to {off.max():+.0%} off "
         f"the prediction, half of them within {off.abs().median():.0%}, the worst at {worst:,}"
     )
     for every, rows in usual.groupby("every_thread", sort=False):
