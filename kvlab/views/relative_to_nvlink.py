@@ -462,7 +462,8 @@ def block_size_findings(found: pd.DataFrame) -> str:
     ends = usual.groupby("prompt_tokens").agg(few=("pull_high_ms", "last"), many=("pull_low_ms", "first"))
     word = "is not refuted: larger blocks shorten the pull" if (ends["few"] < ends["many"]).all() else "is REFUTED"
     said.append(
-        f"the prediction {word}; pulls in {usual['descriptors'].min():,} descriptors and more lie {off.min():+.0%} to {off.max():+.0%} off "
+        f"the prediction {word}; pulls in {usual['descriptors'].min():,} descriptors and more lie "
+        f"{off.min():+.0%} to {off.max():+.0%} off "
         f"the prediction, half of them within {off.abs().median():.0%}, the worst at {worst:,}"
     )
     for every, rows in usual.groupby("every_thread", sort=False):
