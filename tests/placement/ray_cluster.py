@@ -93,17 +93,12 @@ def two_nodes(rate_gbps: float | None = None) -> Iterator[Cluster]:
     with Link(rate_gbps, fallback=False) as link:
         cluster = Cluster(link, folder)
         try:
-            head = [
-                "--head",
-                f"--port={PORT}",
-                "--include-dashboard=false",
-                "--no-monitor",
-            ]
+            head = ["--head", f"--port={PORT}", "--include-dashboard=false", "--no-monitor"]
             cluster.start(0, *head, f"--temp-dir={folder}")
-            # The second node waits for the first.
+            # One after the other: both choose names of sockets in the same folder.
+            cluster.wait(0, "Ray runtime started")
             cluster.start(1, f"--address={cluster.address}", PYTHONPATH=str(cluster.packages))
-            for side in (0, 1):
-                cluster.wait(side, "Ray runtime started")
+            cluster.wait(1, "Ray runtime started")
             yield cluster
         finally:
             cluster.close()
