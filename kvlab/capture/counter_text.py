@@ -35,6 +35,7 @@ LINE = re.compile(
     r"port_(?:rcv|xmit)_|(?:Xmi?t|Rcv)(?:Data|Bytes|Pkts):|sys/class/(?:infiniband|net)/|_vport_|_bytes_phy"
     r"|counters: Lid|ethtool (?:-S|--stat)"
 )
+_NUMBER = re.compile(r"0x[\da-fA-F]{1,16}|\d{1,20}")
 _NAMES = {"Rcv": "port_rcv_", "Xmi": "port_xmit_", "Xmt": "port_xmit_"}
 
 
@@ -81,7 +82,7 @@ def _keep(
     rows: list[dict[str, Any]], device: str, kind: str, counter: str, text: str, line: int, owner: str = ""
 ) -> None:
     row: dict[str, Any] = {"device": device, "kind": kind, "counter": counter, "line": line, "usable": True, "note": ""}
-    row |= {"raw": int(text, 0) if re.fullmatch(r"0x[\da-fA-F]{1,16}|\d{1,20}", text) else None, "bytes": None}
+    row |= {"raw": int(text, 16 if text[1:2] == "x" else 10) if _NUMBER.fullmatch(text) else None, "bytes": None}
     row |= {"text": text[:80], "owner": owner}
     if re.search(r"_data(_64)?$", counter):
         if row["raw"] is None:

@@ -80,7 +80,7 @@ def _text(path: Path) -> str:
 
 
 def _int(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else None
 
 
 def _field(root: Path, file: str, pattern: str) -> str:
@@ -122,13 +122,13 @@ def gpus(listing: str, nvlink: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in listing.splitlines():
         cells = [c.strip() for c in line.split(",")]
-        if len(cells) == 4 and cells[0].isdecimal():
+        if len(cells) == 4 and re.fullmatch(r"\d{1,4}", cells[0]):
             index, memory = int(cells[0]), _int(cells[2])
             found.append({"index": index, "name": cells[1], "memory_mib": memory, "driver": cells[3]})
     links: dict[int, list[str]] = {}
     current = -1
     for line in nvlink.splitlines():
-        if head := re.match(r"GPU (\d+):", line):
+        if head := re.match(r"GPU (\d{1,4}):", line):
             current = int(head[1])
         elif link := re.match(r"\s+Link \d+: (.+)", line):
             links.setdefault(current, []).append(link[1])

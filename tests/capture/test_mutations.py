@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_machine import TOPOLOGY
 from test_nixl import READER
@@ -81,6 +81,7 @@ def told(parser, *words):
 
 
 @given(damaged(COUNTERS))
+@example("/sys/class/infiniband/mlx5_0/ports/1/counters/port_rcv_data:0432")
 @settings(max_examples=80, deadline=None)
 def test_counters(text):
     rows = counter_text.read(text)
