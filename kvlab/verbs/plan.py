@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate-gbps", metavar="R", help="rate that the transfer reaches on the link, Gbit/s")
     parser.add_argument("--gap-limit-ms", metavar="G", default="50", help="longest gap allowed (default: 50)")
     parser.add_argument("--ttft-limit-ms", metavar="T", help="longest TTFT allowed (default: none)")
-    parser.add_argument("--calibration", metavar="RUN", help="a tcp-crossover run: take the step times from it")
+    parser.add_argument("--calibration", metavar="RUN", help="a run with step times (tcp-crossover, chunk-first)")
     parser.add_argument("--published", action="store_true", help="the published curve: its step times and its layout")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -61,14 +61,17 @@ def _models(args: argparse.Namespace) -> tuple[list[steps.Model], list[str]]:
         return [steps.with_layout(steps.PUBLISHED, layout)], said
     run = runs.load(args.calibration)
     if not run.has("steps"):
-        raise BadInput(f"{args.calibration} holds no step times; name a run of tcp-crossover")
+        raise BadInput(f"{args.calibration} holds no step times; name a run of tcp-crossover or chunk-first that does")
     kv = run.manifest.get("kv")
     if kv is None and layout is None:
         raise BadInput(f"{args.calibration} does not say its model's KV bytes; add --layout MODEL")
     base = steps.with_layout(steps.PUBLISHED, layout) if layout else steps.PUBLISHED
     fitted = replace(steps.PUBLISHED, **kv) if kv else base
-    models = calibrate.calibrate(run.table("steps"), calibrate.points(run.table("cells")), base=fitted)
+    points = calibrate.points(run.table("cells"))
+    models = calibrate.calibrate(run.table("steps"), points, base=fitted)
     said = [f"step times fitted to {run.id}"]
+    if not (points["arm"] == "1P1D").any():
+        said.append("no transfer measured: the link's whole rate is taken to be reached at once")
     if layout:
         said.append(f"KV of {layout.name}")
         own = {k: getattr(base, k) for k in ("token_bytes", "window_bytes", "window_tokens")}
@@ -104,6 +107,8 @@ def plan(models: Sequence[steps.Model], gbps: float, gap_ms: float, ttft_ms: flo
 def _sure(found: dict[str, Any]) -> str:
     if not found["draws"]:
         return "a prediction for low load from constants without a spread; nobody has measured it"
+    if found["never"] == 1:
+        return f"1P1D never pays in 100% of {found['draws']} draws"
     low, high = (f"{x}" if x else "never" for x in (found["low"], found["high"]))
     return (f"95 % interval of the lower edge {low} to {high} tokens; "
             f"1P1D never pays in {found['never']:.0%} of {found['draws']} draws")  # fmt: skip

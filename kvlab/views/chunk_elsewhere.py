@@ -1,4 +1,4 @@
-"""chunk-first beside others: the recording from one GPU and the published bars, each with its status."""
+"""chunk-first beside others: the recordings from one GPU and the published bars, each with its status."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from kvlab import charts, published, runs, tables
 from kvlab.runs import Run
 from kvlab.views.chunk_first import GAPS, summary
 
-GPU = "chunk_first/h200-one-gpu"
+#: recordings from one GPU -> what they are called beside others; the last has step times
+GPUS = {"chunk_first/h200-one-gpu": "one H200, Llama-8B shape", "chunk_first/h200-steps": "one H200, earlier run"}
 
 
-def gpu() -> Run:
-    """Return the recording from one GPU."""
-    return runs.load(GPU)
+def gpus() -> list[Run]:
+    """Return the recordings from one GPU."""
+    return [runs.load(name) for name in GPUS]
 
 
 def _bars(run: Run, where: str) -> pd.DataFrame:
@@ -25,15 +26,14 @@ def _bars(run: Run, where: str) -> pd.DataFrame:
 
 
 def beside(run: Run) -> pd.DataFrame:
-    """Return longest gaps by chunk: this run, the recording from one GPU, and the published bars, with their status."""
+    """Return longest gaps by chunk: this run, the recordings from one GPU, the published bars, with their status."""
     known = published.load("chunk_stall").rename(
         columns={"max_num_batched_tokens": "chunk_tokens", "rate_per_gpu_rps": "rate_rps"}
     )
     known["where"] = known["model"] + ", " + known["workload"]
-    parts = [_bars(run, "this run"), _bars(gpu(), "one H200, Llama-8B shape"), known]
-    if run.path == gpu().path:
-        parts = parts[1:]
-    rows = pd.concat(parts, ignore_index=True)
+    found = {r.path: _bars(r, name) for r, name in zip(gpus(), GPUS.values(), strict=True)}
+    found = {run.path: _bars(run, "this run")} | found  # a recording is not beside itself
+    rows = pd.concat([*found.values(), known], ignore_index=True)
     rows["where"] += rows["rate_rps"].map(lambda r: f", {r:g} requests/s")
     return rows[["where", "chunk_tokens", *GAPS, "status", "source"]]
 

@@ -225,7 +225,7 @@ def models_of(run: Run) -> list[steps.Model]:
     return calibrate.calibrate(run.table("steps"), calibrate.points(run.table("cells")), base=base)
 
 
-def constants_table(models: list[steps.Model]) -> gt.GT:
+def constants_table(models: list[steps.Model], where: str = "this machine") -> gt.GT:
     """Show the fitted constants with their intervals beside the published ones."""
     frame = calibrate.constants(models)
     words = {"fixed_ms": ("Fixed cost of a step", "ms", 1), "token_ms": ("A token", "µs", 1e3),
@@ -239,7 +239,7 @@ def constants_table(models: list[steps.Model]) -> gt.GT:
     frame[list(columns)] = frame[list(columns)].mul(factor, axis=0)
     labels = {"what": "Constant", "unit": "Unit", "value": "Fitted here", "low": "Low (95 %)", "high": "High (95 %)"}
     labels["published"] = "Published"
-    return tables.show(frame, "constants", title="The step-time model of this machine", labels=labels,
+    return tables.show(frame, "constants", title=f"The step-time model of {where}", labels=labels,
                        decimals=dict.fromkeys(columns, 2))  # fmt: skip
 
 

@@ -107,6 +107,15 @@ def test_layout_over_a_fitted_machine(capsys, recording):
     assert found["pays"] is False and "KV of llama-3.1-8b" in found["basis"]
 
 
+def test_steps_of_a_chunk_first_recording_and_a_layout(capsys):
+    words = ["--calibration", "chunk_first/h200-steps", "--layout", "llama-3.1-8b", "--rate-gbps", 25]
+    code, said = planned(capsys, *words)
+    assert code == 0 and said.out.splitlines()[-1] == "1P1D does not pay"
+    assert "no transfer measured" in said.out and "never to never" not in said.out
+    code, said = planned(capsys, *words[:2], "--rate-gbps", 25)
+    assert code == 2 and "add --layout" in said.err
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -90,19 +90,19 @@ def test_predictions_can_be_refuted(run):
     assert verdict.endswith("lose REFUTED.")
 
 
-def test_recording_from_one_gpu_beside_published_bars(run):
-    gpu = elsewhere.gpu()
+def test_recordings_from_one_gpu_beside_published_bars(run):
+    gpu, timed = elsewhere.gpus()
     rows = elsewhere.beside(run)
     assert set(rows["status"]) == {"measured", "figure"}
     published = rows[rows["where"] == "Gemma 4 26B-A4B FP8, 4K fixed, 0.5 requests/s"]
     assert published.set_index("chunk_tokens")["gap_median_ms"].to_dict() == {2560: 62.2, 1024: 43.2, 512: 26.8}
     own = view.summary(gpu).set_index("chunk_tokens")["gap_median_ms"]
-    assert own[512] < own[2560]
-    # A panel for each load of this run, one for the recording, three published; the recording is not beside itself.
-    assert rows["where"].nunique() == 6
-    assert elsewhere.beside(gpu)["where"].nunique() == 4
+    assert own[256] < own[1024] < own[2560]
+    # A panel for each load of this run, one for each recording, three published; a recording is not beside itself.
+    assert rows["where"].nunique() == 7
+    assert elsewhere.beside(gpu)["where"].nunique() == 5
     assert elsewhere.steps_table(run) == "no step times were measured"
-    assert not isinstance(elsewhere.steps_table(run, gpu), str)
+    assert not isinstance(elsewhere.steps_table(run, gpu, timed), str)
     verdict = view.conclude(gpu, view.summary(gpu), view.ranking(gpu))
     assert verdict.startswith("The run is not whole (interrupted).")
     assert "prediction that tuned" not in verdict
