@@ -18,7 +18,7 @@ The frontend keeps tokenizers in ``~/.cache/dynamo``, as Hugging Face's librarie
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -65,7 +65,8 @@ class Dynamo(Strict):
 
 def interpreter() -> str:
     """Return KVLAB_DYNAMO_PYTHON, else this Python if Dynamo is beside kvlab, else the second environment's."""
-    here = sys.executable if importlib.util.find_spec("dynamo") else str(FOLDER / "bin" / "python")
+    beside = any(importlib.metadata.distributions(name="ai-dynamo"))
+    here = sys.executable if beside else str(FOLDER / "bin" / "python")
     return os.environ.get("KVLAB_DYNAMO_PYTHON") or here
 
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
+from pathlib import Path
 
 from kvlab.engines import dynamo
 
@@ -72,12 +72,15 @@ def engines(engine: str) -> int:
 
 def second() -> int:
     """Make the second environment anew and import Dynamo's frontend and mocker there to see that they work."""
-    shutil.rmtree(dynamo.FOLDER, ignore_errors=True)
-    venv.create(dynamo.FOLDER, symlinks=True)
-    python = str(dynamo.FOLDER / "bin" / "python")
-    site = sysconfig.get_path("purelib", vars={"base": str(dynamo.FOLDER), "platbase": str(dynamo.FOLDER)})
-    with open(f"{site}/borrowed.pth", "w") as file:
-        file.write(sysconfig.get_path("purelib") + "\n")
+    folder = str(dynamo.FOLDER)
+    python = f"{folder}/bin/python"
+    try:
+        venv.create(folder, clear=True, symlinks=True)
+        site = sysconfig.get_path("purelib", vars={"base": folder, "platbase": folder})
+        Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
+    except OSError as error:
+        print(f"kvlab: cannot make {folder}: {error.strerror}", file=sys.stderr)
+        return 1
     _pip("--python", python, "install", "-q", "--no-deps", *DYNAMO)
     return _probe(
         python, "import dynamo.frontend.main, dynamo.mocker.main, dynamo.mocker as m; print(m.__version__)", "Dynamo"

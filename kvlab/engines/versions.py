@@ -8,7 +8,8 @@ vLLM       NIXL       entry point                 seen
 0.32.0     1.4.1      launchers.api_server.entry  on CPU: 24 pulls of 1P1D, none failed; one answer compared
 =========  =========  ==========================  =======================================================
 
-Every flag that kvlab writes exists in all three (their ``arg_utils.py`` compared).  From
+Every flag that kvlab writes exists in all three (their ``arg_utils.py`` compared); Dynamo 1.3.1's worker, which pairs
+with 0.23.0, takes them all but the HTTP server's (its parser asked, on 0.23.0's CPU build).  From
 0.32 on ``vllm:nixl_num_failed_transfers`` also counts failed handshakes and notifications, the log line ends with
 failure counts, and ``vllm:nixl_num_notifications_after_expiry`` is new.  The names of NIXL's metrics and log fields
 over the versions are in :mod:`kvlab.capture.vllm`.

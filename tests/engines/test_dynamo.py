@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -77,13 +78,18 @@ def test_workers_and_frontend():
 GPUS = {"prefill": "0,1,2,3", "decode": "4,5,6,7"}
 
 
+def test_the_extra_is_the_version_that_was_tried():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["dynamo"] == [f"ai-dynamo[vllm]=={dynamo.VERSION}"]
+
+
 def test_replicas_are_aggregated_workers_and_roles_must_fit():
     workers = plan(*[Engine(role="replica", model="m", gpu_set=g) for g in "01"], router=Dynamo(policy="random"))
     assert [flag(c, "--disaggregation-mode") for c in workers[:2]] == ["agg", "agg"]
     assert "--kv-transfer-config" not in workers[0].argv and flag(workers[2], "--router-mode") == "random"
     with pytest.raises(BadInput, match="Dynamo's frontend needs prefill and decode engines"):
         plan(Engine(role="prefill", model="m"), router=Dynamo())
-    with pytest.raises(BadInput, match="prefill-0: port 40000: Dynamo .* below 32768"):
+    with pytest.raises(BadInput, match=r"prefill-0: port 40000: Dynamo .* below 32768"):
         plan(Engine(role="prefill", model="m", port=40000), pair()[1], router=Dynamo())
 
 
