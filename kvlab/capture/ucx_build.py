@@ -45,7 +45,8 @@ def _variants() -> list[str]:
     """Choose as the nixl package does, by the CUDA of torch, read from its file: importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
-    found = re.search(r"^cuda\b.*= '(\d+)", version.read_text(), re.M) if version and version.is_file() else None
+    text = version.read_text("utf-8") if version and version.is_file() else ""
+    found = re.search(r"^cuda\b.*= '(\d+)", text, re.M)
     return [f"nixl_cu{found[1]}"] if found else ["nixl_cu13", "nixl_cu12", "nixl"]
 
 

@@ -160,8 +160,8 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
             times: dict[str, float] = {}
 
             def send(body: dict[str, Any] = body, times: dict[str, float] = times) -> None:
-                until = time.time() + 60
-                while not _RUNNING.search(target.metrics_text()) and time.time() < until:
+                until = time.monotonic() + 60
+                while not _RUNNING.search(target.metrics_text()) and time.monotonic() < until:
                     time.sleep(0.02)
                 times["sent"] = time.time() - began_s
                 handover.post(target.url + "/v1/completions", body)

@@ -210,10 +210,10 @@ class Engines:
         """Run one phase; keep its requests, totals and metric differences; return the requests."""
         load = replace(load, phase=f"{load.phase}@{self.start}" if self.start else load.phase)
         before = self._scrape()
-        began = time.time()
+        began = time.monotonic()
         rows, totals = self.bench.generator.phase(load, target or self.cluster, self.arm.label)
         rows = rows.assign(start=self.start, **columns)
-        span = time.time() - began
+        span = time.monotonic() - began
         after = self._scrape()
         metrics = pd.concat(
             [vllm.difference(before.get(k), after[k], self.arm.label, k, load.phase) for k in after], ignore_index=True

@@ -184,4 +184,4 @@ def _limits(arms: Arms, size: int, link: str, repetition: int) -> list[dict[str,
 def settings() -> dict[str, str]:
     """Return the kernel's TCP settings; a network namespace starts with the machine's own."""
     files = {name: Path("/proc/sys/net") / name for name in SETTINGS}
-    return {name: " ".join(path.read_text().split()) for name, path in files.items() if path.is_file()}
+    return {name: " ".join(path.read_text("utf-8").split()) for name, path in files.items() if path.is_file()}

@@ -90,10 +90,10 @@ class Keeper:
         self._undone: dict[str, Any] = dict(redacted(undone))
         self._undone |= {"nice": [os.getpriority(os.PRIO_PROCESS, 0), os.getpriority(os.PRIO_PROCESS, self._raylet)]}
         score, theirs = (Path(f"/proc/{pid}/oom_score_adj") for pid in ("self", self._raylet))
-        self._undone |= {"oom_score_adj": [score.read_text().strip(), theirs.read_text().strip()]}
+        self._undone |= {"oom_score_adj": [score.read_text("utf-8").strip(), theirs.read_text("utf-8").strip()]}
         self._left: list[str] = []
         try:
-            score.write_text(theirs.read_text())
+            score.write_text(theirs.read_text("utf-8"), "utf-8")
         except OSError:
             self._left.append("oom_score_adj")
         self._gpus = [str(i) for i in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]

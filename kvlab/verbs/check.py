@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     findings = check.judge(facts, views)
     whole = check.document(facts, views, findings)
     if args.json:
-        print(json.dumps(whole, ensure_ascii=False))
+        print(json.dumps(whole))
     else:
         print(text(whole, experiments.name_of(chosen) if chosen else ""))
     return FAILED if views and any(f.weight == "blocks" for f in findings) else DONE

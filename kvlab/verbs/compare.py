@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     ratios, warnings = compared(found, names)
     if args.json:
         document = {"runs": names, "differences": differ.to_dict("records"), "warnings": warnings}
-        print(json.dumps({**document, "ratios": json.loads(ratios.to_json(orient="records"))}, ensure_ascii=False))
+        print(json.dumps({**document, "ratios": json.loads(ratios.to_json(orient="records"))}))
         return 0
     for line in warnings:
         print(f"warning: {line}")

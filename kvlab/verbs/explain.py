@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     if not evidence.lines_read and any(p["code"] == "input-damaged" for p in evidence.problems):
         raise BadInput(f"{evidence.files[0]}: nothing could be read: {evidence.problems[0]['text']}")
     document = evidence.document()
-    print(json.dumps(document, ensure_ascii=False) if args.json else card(evidence, args.expect))
+    print(json.dumps(document) if args.json else card(evidence, args.expect))
     return exit_code(evidence, args.expect)
 
 

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the inventory."""
     found = inventory(Path(args.out))
     if args.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(found))
         return 0
     for e in found:
         print(f"{e['experiment']}  ({e['notebook']})\n    {e['question']}")

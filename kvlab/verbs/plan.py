@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
     models, basis = _models(args)
     document = {**plan(models, rate, gap, ttft), "basis": basis}
     if args.json:
-        print(json.dumps(document, ensure_ascii=False))
+        print(json.dumps(document))
         return 0
     limits = f"gap limit {gap:g} ms, TTFT limit {'none' if math.isinf(ttft) else f'{ttft:g} ms'}"
     print(f"basis   {'; '.join(basis)}\nlink    {rate:g} Gbps, {limits}, low load")

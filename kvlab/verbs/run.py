@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _dry_run(experiment: experiments.Experiment, chosen: params.Experiment) -> int:
     """Print what a measuring run would start, as shell; engines only."""
-    module = importlib.import_module(f"kvlab.measures.{experiment.key}")
+    module = importlib.import_module(f"kvlab.measures.{experiment.key}") if experiment.default else None
     if not hasattr(module, "dry_run"):
         raise BadInput(f"{experiment.name} starts no engines, so there is nothing to show")
     from kvlab.engines import launch
@@ -225,7 +225,7 @@ def _settle(folder: Path, protocol: dict[str, Any], hidden: set[str]) -> None:
     """Give the manifest an outcome when the process that should have done it is gone; hide secrets."""
     notebook = folder / "notebook.ipynb"
     hide([notebook, folder / "summary.json", folder / "manifest.json", *(folder / "logs").rglob("*")], hidden)
-    with suppress(FileNotFoundError, ValueError):  # there may be none, or half of one when the disk is full
+    try:
         document = json.loads(notebook.read_text("utf-8"))
         # papermill writes the parameters, environments of arms included, into a cell and into the metadata.
         for cell in document["cells"]:
@@ -233,6 +233,9 @@ def _settle(folder: Path, protocol: dict[str, Any], hidden: set[str]) -> None:
                 cell["source"] = redact("".join(cell["source"]))
         document["metadata"] = redacted(document["metadata"])
         runs.write_atomic(notebook, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+    except (OSError, ValueError):
+        # There is none; or the disk is full, and what is cut short or not cleaned of secrets is not kept.
+        notebook.unlink(missing_ok=True)
     if not (folder / "manifest.json").exists():
         return
     run = runs.Run(folder, frozen=False)
@@ -292,7 +295,7 @@ def _finish(experiment: experiments.Experiment, folder: Path, text: str) -> int:
     }
     if text and code:
         document["error"] = text
-    print(json.dumps(document, ensure_ascii=False))
+    print(json.dumps(document))
     return INTERRUPTED if outcome == "interrupted" else code
 
 

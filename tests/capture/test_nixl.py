@@ -224,6 +224,19 @@ def test_follower_reads_all_and_names_what_it_could_not(tmp_path: Path) -> None:
     assert follower.take().equals(rows) and follower.take().empty
 
 
+def test_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour back in mid-run: every pull is read, nothing waits for the lost hour."""
+    real, began = time.time, time.monotonic()
+    with nixl.Follower(tmp_path, poll_s=0.005) as follower:
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+        ring = Writer(tmp_path / "engine", capacity=256)
+        for number in range(20):
+            ring.pull(1, 1000 + number, 100)
+            time.sleep(0.002)
+    assert follower.rows()["xfer_us"].tolist() == list(range(1000, 1020)) and follower.losses() == []
+    assert time.monotonic() - began < 60
+
+
 def test_environment() -> None:
     assert nixl.environment("/d", 4096)["NIXL_TELEMETRY_BUFFER_SIZE"] == "4096"
     with pytest.raises(BadInput, match="power of two"):
