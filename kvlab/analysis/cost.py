@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import optimize
 
 from kvlab.analysis.compare import FEWEST, block_ids
-from kvlab.analysis.split import CONFIDENCE, SIZE_SPREAD, SYNCHRONOUS_SHARE, post_by_size, take, warm
+from kvlab.analysis.split import CONFIDENCE, SIZE_SPREAD, SYNCHRONOUS_SHARE, post_costs, take, warm
 from kvlab.errors import BadInput
 
 Array = NDArray[np.float64]
@@ -69,23 +69,30 @@ def fit(pulls: pd.DataFrame, *, block: str = "repetition", seed: int = 1) -> Fit
     d = d.assign(shape=key.groupby(SHAPE).ngroup(), block=block_ids(d, block))
     shapes, known = d.groupby("shape"), d[d["block"] >= 0]
     cells, rng = shapes[[*SHAPE, *TIMES]].median().assign(pulls=shapes.size()), np.random.default_rng(seed)
-    theta, draws = _solve(cells, rng)
+    theta, draws = _solve(cells[[*SHAPE, *TIMES]].to_numpy(float), rng)
     if (blocks := known["block"].nunique()) < FEWEST:
         return _made(str(names[0]), theta, draws, cells, "covariance over shapes")
     tables = known.groupby(["shape", "block"])[TIMES].median().unstack("block")
-    picks = (
-        cells.assign(**{c: pd.DataFrame(tables[c]).take(at, axis=1).median(axis=1) for c in TIMES})
-        for at in rng.integers(0, blocks, (DRAWS, blocks))
-    )
-    return _made(str(names[0]), theta, np.array([_solve(x.dropna())[0] for x in picks]), cells, f"{blocks} blocks")
+    # Arrays, not tables: a thousand draws.  A shape that no drawn block has is left out of the draw.
+    shape = cells.loc[tables.index, SHAPE].to_numpy(float)
+    times = np.stack([tables[c].to_numpy(float) for c in TIMES], axis=1)
+    found = []
+    for at in rng.integers(0, blocks, (DRAWS, blocks)):
+        drawn = times[:, :, at]
+        there = ~np.isnan(drawn).all(axis=(1, 2))
+        found.append(_solve(np.column_stack([shape[there], np.nanmedian(drawn[there], axis=2)]))[0])
+    return _made(str(names[0]), theta, np.array(found), cells, f"{blocks} blocks")
 
 
-def _solve(cells: pd.DataFrame, rng: np.random.Generator | None = None) -> tuple[Array, Array]:
-    """Return theta and, with ``rng``, draws from the covariance over shapes (Student's t, cut at 0)."""
-    n, size, post, xfer = (cells[c].to_numpy(float) for c in (*SHAPE, *TIMES))
+def _solve(cells: Array, rng: np.random.Generator | None = None) -> tuple[Array, Array]:
+    """Return theta and, with ``rng``, draws from the covariance over shapes (Student's t, cut at 0).
+
+    ``cells``: a row a shape, columns :data:`SHAPE` and :data:`TIMES`.
+    """
+    n, size, post, xfer = cells.T
     x, theta, draws = np.column_stack([np.ones(len(n)), n, size]), np.zeros(6), np.zeros((NORMAL_DRAWS, 6))
     counts, sizes, lengths = (float(v.max() / v.min()) for v in (n, size, size / n))
-    p, s = post_by_size(cells)
+    p, s = post_costs(n, size, post)
     copies = bool(np.median(post / xfer) >= SYNCHRONOUS_SHARE and np.median(s * size - p * n) > 0)
     # Most needed first: no more of them than there are shapes.
     own = [1] + [2] * copies + [0] * (counts >= SPREAD and (not copies or sizes >= SPREAD))
@@ -97,7 +104,7 @@ def _solve(cells: pd.DataFrame, rng: np.random.Generator | None = None) -> tuple
         scale, least = unit.max(axis=0), np.maximum(floor / y, 1e-12)
         unit /= scale
         start = np.maximum(optimize.nnls(unit[shows], np.ones(shows.sum()))[0], 1e-6)
-        model = optimize.least_squares(_log_ratio, start, bounds=(0, np.inf), args=(unit, least))
+        model = optimize.least_squares(_log_ratio, start, _slope, bounds=(0, np.inf), args=(unit, least))
         z = np.where(model.x > 1e-5, model.x, 0)
         where = at + np.array(columns)
         theta[where] = z / scale
@@ -115,6 +122,11 @@ def _solve(cells: pd.DataFrame, rng: np.random.Generator | None = None) -> tuple
 
 def _log_ratio(z: Array, unit: Array, least: Array) -> Array:
     return np.asarray(np.log(np.maximum(unit @ z, least)))
+
+
+def _slope(z: Array, unit: Array, least: Array) -> Array:
+    model = (unit @ z)[:, None]
+    return np.where(model > least[:, None], unit / np.maximum(model, least[:, None]), 0.0)
 
 
 def given(arm: str, pulls: pd.DataFrame, **parameters: float) -> Fit:

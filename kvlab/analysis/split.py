@@ -92,11 +92,17 @@ def post_by_size(cells: pd.DataFrame) -> tuple[float, float]:
     Least squares of the relative residuals of ``post_us = p * descriptors + s * bytes``, p and s >= 0 (scipy nnls).
     ``cells``: a row a shape; where sizes differ by less than :data:`SIZE_SPREAD` count and bytes rise together.
     """
-    cells = cells[(cells["post_us"] > 0) & (cells["descriptors"] > 0) & (cells["bytes"] > 0)]
-    size = (cells["bytes"] / cells["descriptors"]).to_numpy(float)
-    if len(size) < 2 or size.max() < SIZE_SPREAD * size.min():
+    return post_costs(*(cells[c].to_numpy(float) for c in ("descriptors", "bytes", "post_us")))
+
+
+def post_costs(descriptors: np.ndarray, size: np.ndarray, post_us: np.ndarray) -> tuple[float, float]:
+    """Return what :func:`post_by_size` does, of arrays: one entry a shape."""
+    rows = np.column_stack([descriptors, size, post_us])
+    rows = rows[(rows > 0).all(axis=1)]
+    length = rows[:, 1] / rows[:, 0]
+    if len(length) < 2 or length.max() < SIZE_SPREAD * length.min():
         return (np.nan, np.nan)
-    x = cells[["descriptors", "bytes"]].to_numpy(float) / cells[["post_us"]].to_numpy(float)
+    x = rows[:, :2] / rows[:, 2:]
     scale = x.max(axis=0)
     p, s = optimize.nnls(x / scale, np.ones(len(x)))[0] / scale
     return (float(p), float(s))
