@@ -2,6 +2,17 @@
 
 import signal
 
+import pytest
+
 # A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C would test nothing.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    """Side by side (pytest-xdist): what pulls or starts engines stays on one worker, as do the cells of a notebook."""
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        elif item.get_closest_marker("live"):
+            item.add_marker(pytest.mark.xdist_group("live"))
