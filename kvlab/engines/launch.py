@@ -378,7 +378,7 @@ def up(
         error line is quoted
     """
     todo = list(planned or commands(specs, folder=folder, router=router, places=places, version=version))
-    dynamo.require(todo)
+    dynamo.versions(todo)  # or BadInput before anything has started
     scratch = [c.scratch for c in todo if c.scratch]
     _remove(scratch)  # a run that was killed may have left it
     lifeline, ours = os.pipe()
@@ -423,5 +423,8 @@ def up(
 
 
 def record(cluster: Cluster) -> list[dict[str, Any]]:
-    """Return the command lines and environments for the manifest."""
-    return [{"name": c.name, "command": shlex.join([*c.place.prefix, *c.argv]), "env": c.env} for c in cluster.commands]
+    """Return the command lines and environments for the manifest, and versions where they are not kvlab's own."""
+    theirs = dynamo.versions(cluster.commands)
+    more = {"versions": theirs} if theirs else {}
+    lines = [(c, shlex.join([*c.place.prefix, *c.argv])) for c in cluster.commands]
+    return [{"name": c.name, "command": line, "env": c.env, **more} for c, line in lines]

@@ -24,6 +24,9 @@ def about(run: Run) -> str:
     machine = [str(x) for x in (p.get("cpu"), cores, *gpus, p.get("kernel")) if x]
     versions = p.get("versions", {})
     software = [f"{k} {v}" for k, v in versions.items() if v]
+    theirs: dict[str, str] = next((c["versions"] for c in m.get("commands") or [] if c.get("versions")), {})
+    if theirs:
+        software += [f"in the workers' environment {', '.join(f'{k} {v}' for k, v in theirs.items())}"]
     return "\n".join(
         [
             f"run      {run.id}, {m.get('start', '')}, {m['outcome']}",

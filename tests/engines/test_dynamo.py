@@ -44,7 +44,7 @@ def second() -> str:
     """The Python of the second environment."""
     python = dynamo.interpreter()
     try:
-        dynamo.require([Command("", "", (python, "-m", "dynamo.frontend"), {}, "", Path())])
+        dynamo.versions([Command("", "", (python, "-m", "dynamo.frontend"), {}, "", Path())])
     except BadInput as error:
         pytest.skip(str(error))
     return python
@@ -216,6 +216,8 @@ def test_mocker_answers_and_leaves_nothing(tmp_path, second):
         pids = [pid for one in cluster.all for pid in one.pids()]
         answer = cluster.complete({"prompt": "t1 t2 t3", "max_tokens": 5, "temperature": 0})
         assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        own = [c["versions"] for c in launch.record(cluster)]
+        assert [v["ai-dynamo"] for v in own] == [dynamo.VERSION] * 3
         assert cluster.url == cluster.router.url and len(pids) >= 3 and list((tmp_path / "dynamo").rglob("*"))
         # Both workers had a part in it: the probe's completion and this one.
         counts = [one.metrics_text() for one in cluster.engines]
