@@ -10,9 +10,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items):
-    """Side by side (pytest-xdist): what pulls or starts engines stays on one worker, as do the cells of a notebook."""
+    """Side by side (pytest-xdist): what pulls or starts engines stays on one worker, as do the cells of a notebook.
+
+    Two pulls at once would count each other's bytes on the loopback interface.
+    """
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-        elif item.get_closest_marker("live"):
+        elif item.get_closest_marker("live") or item.path.name in ("test_run.py", "test_faults.py"):
             item.add_marker(pytest.mark.xdist_group("live"))
