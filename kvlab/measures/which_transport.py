@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from kvlab.capture import ucx
+from kvlab.capture.redact import redact, redacted
 from kvlab.errors import BadInput
 from kvlab.params import WhichTransport
 from kvlab.runs import Run, safe_name, write_atomic
@@ -91,8 +92,10 @@ def measure(params: WhichTransport, run: Run, names: list[str] | None = None) ->
         )
         rows += [ucx.transport_rows(evidence, label, ""), listed(evidence, label)]
         stem = run.logs / safe_name(label)
-        write_atomic(stem.with_name(stem.name + ".card.txt"), (card(evidence, params.expect or None) + "\n").encode())
-        write_atomic(stem.with_name(stem.name + ".json"), json.dumps(evidence.document(), ensure_ascii=False).encode())
+        document = json.dumps(redacted(evidence.document()), ensure_ascii=False)
+        text = redact(card(evidence, params.expect or None)) + "\n"
+        write_atomic(stem.with_name(stem.name + ".card.txt"), text.encode())
+        write_atomic(stem.with_name(stem.name + ".json"), document.encode())
     run.write(
         "transports", pd.concat([r for r in rows if len(r)], ignore_index=True) if any(map(len, rows)) else rows[0]
     )

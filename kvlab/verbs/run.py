@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -126,7 +127,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _dry_run(experiment: experiments.Experiment, chosen: params.Experiment) -> int:
     """Print what a measuring run would start, as shell; engines only."""
-    module = importlib.import_module(f"kvlab.measures.{experiment.key}") if experiment.default else None
+    module: Any = importlib.import_module(f"kvlab.measures.{experiment.key}") if experiment.default else None
     if not hasattr(module, "dry_run"):
         raise BadInput(f"{experiment.name} starts no engines, so there is nothing to show")
     from kvlab.engines import launch
@@ -194,7 +195,7 @@ def _execute(experiment: experiments.Experiment, chosen: params.Experiment, fold
         paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         try:
-            with _forwarding() as got:
+            with TemporaryDirectory(prefix="kvlab-") as sockets, _forwarding() as got:
                 papermill.execute_notebook(
                     str(experiment.notebook_path),
                     str(folder / "notebook.ipynb"),
@@ -202,8 +203,9 @@ def _execute(experiment: experiments.Experiment, chosen: params.Experiment, fold
                     kernel_name="python3",
                     progress_bar=True,
                     cwd=os.getcwd(),
-                    # Unix sockets instead of TCP ports for the kernel's messages: no port to collide on.
-                    config=Config({"KernelManager": {"transport": "ipc"}}),
+                    # Unix sockets instead of TCP ports for the kernel's messages: no port to collide on.  In a folder
+                    # of their own: Jupyter would put them into the current one, where two runs at once share them.
+                    config=Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
                 )
         except PapermillExecutionError as error:
             if got or error.ename == "KeyboardInterrupt":

@@ -31,7 +31,7 @@ def quick():
             "both",
             lambda run: [run, beside[descriptor_shape.CPU if descriptor_shape.on_gpu(run) else descriptor_shape.GPU]],
         )
-        # Charts are checked against their schema and not drawn; the command line below draws them.
+        # Charts are checked against their schema and not drawn, which test_faults does.
         patch.setattr(vl_convert, "vegalite_to_svg", lambda spec: "<svg/>")
         patch.setattr(vl_convert, "vegalite_to_png", lambda spec, scale: b"")
         patch.setattr(few_large_regions, "_recorded", lambda: beside[descriptor_shape.GPU])
@@ -94,11 +94,3 @@ def test_its_notebook_runs_to_the_end(quick, tmp_path, capsys, words, shows):
         found = [text for source, text in cells if source.splitlines()[-1].startswith(call) or call in source]
         assert any(re.search(pattern, text) for text in found), (call, found)
     assert json.loads((tmp_path / "replay" / "summary.json").read_text("utf-8"))["verdict"]
-
-
-def test_through_the_command_line(tmp_path, capsys):
-    told = imported(tmp_path, capsys, LOG, "--arm", "<b>mine</b>")
-    assert main(["run", "which-transport", "--replay", told["run"], "--out", str(tmp_path)]) == 0
-    report = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["report"]).read_text("utf-8")
-    # What a file from elsewhere says is text, never a page's code.
-    assert "&lt;b&gt;mine&lt;/b&gt;" in report and "<b>mine</b>" not in report
