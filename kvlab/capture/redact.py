@@ -66,7 +66,8 @@ def _word(before: str, word: str) -> str:
 def redacted(document: Any, name: str = "") -> Any:
     """Return a copy of plain data (mappings, lists, text) with secrets hidden, by key and by :func:`redact`."""
     if isinstance(document, dict):
-        return {k: redacted(v, str(k)) for k, v in document.items()}
+        # What hangs under a secret name is secret too, whatever its own name.
+        return {k: redacted(v, f"{name}.{k}" if _SECRET.search(name) else str(k)) for k, v in document.items()}
     if isinstance(document, list | tuple):
         return [redacted(v, name) for v in document]
     if isinstance(document, str):
