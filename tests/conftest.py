@@ -9,6 +9,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Side by side (pytest-xdist): what pulls or starts engines stays on one worker, as do the cells of a notebook.
 

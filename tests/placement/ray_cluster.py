@@ -26,6 +26,8 @@ _QUICK = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_enable_metrics_collection": "0",
+    # A busy machine takes longer than the 30 s that Ray waits for a node.
+    "RAY_raylet_start_wait_time_s": "120",
     # Each is a Python of its own, on two cores.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
