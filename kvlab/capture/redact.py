@@ -67,7 +67,8 @@ def redacted(document: Any, name: str = "") -> Any:
     """Return a copy of plain data (mappings, lists, text) with secrets hidden, by key and by :func:`redact`."""
     if isinstance(document, dict):
         # What hangs under a secret name is secret too, whatever its own name.
-        return {k: redacted(v, f"{name}.{k}" if _SECRET.search(name) else str(k)) for k, v in document.items()}
+        under = f"{name}." if re.fullmatch(r"[\w.-]+", name) and _SECRET.search(name) else ""
+        return {k: redacted(v, f"{under}{k}") for k, v in document.items()}
     if isinstance(document, list | tuple):
         return [redacted(v, name) for v in document]
     if isinstance(document, str):

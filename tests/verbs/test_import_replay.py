@@ -10,7 +10,7 @@ import replayed
 import vl_convert
 
 from kvlab import runs
-from kvlab.analysis import cost
+from kvlab.analysis import compare, cost
 from kvlab.cli import main
 from kvlab.views import descriptor_shape, few_large_regions
 
@@ -26,6 +26,7 @@ def quick():
     beside = {name: runs.load(name) for name in (descriptor_shape.CPU, descriptor_shape.GPU)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "DRAWS", 8)
+        patch.setattr(compare, "DRAWS", 40)
         patch.setattr(
             descriptor_shape,
             "both",
