@@ -40,7 +40,7 @@ def test_base_install_is_light():
 def test_ci_calls_exactly_the_readmes_test_command():
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert "kvlab run post-vs-completion" in blocks[0]
-    assert blocks[1].strip().split(" && ")[-1].startswith(".venv/bin/python -m pytest")
+    assert blocks[1].strip().split(" && ")[-1].startswith(".venv/bin/python -m pytest ")
     assert blocks[1].strip() in (ROOT / ".ci/run").read_text()
 
 
