@@ -125,7 +125,7 @@ def test_a_label_that_the_evidence_contradicts_ends_with_4(here):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("tls", ["nonsense", "sm,self"])
+@pytest.mark.parametrize("tls", [pytest.param("nonsense", marks=pytest.mark.slow), "sm,self"])
 def test_a_ucx_tls_without_transport_is_bad_input(here, tls):
     arms = f"[{{label: a, env: {{UCX_TLS: '{tls}'}}}}]"
     done = kvlab("run", PVC, *SMALL, "-p", f"arms={arms}", cwd=here)
