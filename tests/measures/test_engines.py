@@ -1,11 +1,17 @@
-"""What experiments with engines share: evidence however a run ends, and the order of starts."""
+"""What experiments with engines share: evidence however a run ends, phases in time, and the order of starts."""
+
+import time
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from kvlab import runs
+from kvlab.analysis.join import pulls_to_phases
+from kvlab.engines.launch import Cluster
+from kvlab.engines.load import Load
 from kvlab.errors import RunFailed
-from kvlab.measures.engines import Bench, in_turn
+from kvlab.measures.engines import Bench, Engines, in_turn
 from kvlab.params import EngineArm
 
 ARM = EngineArm(label="TCP", expect="tcp")
@@ -21,6 +27,25 @@ def test_a_failure_before_the_first_phase_keeps_its_own_error(tmp_path):
     with pytest.raises(RunFailed, match="answer check"), bench.evidence([ARM], "host"):
         raise RunFailed("answer check failed")
     assert run.table("verdicts")["transport"].isna().all()
+
+
+def test_a_phase_is_on_the_clock_of_its_requests_and_pulls(tmp_path):
+    began = time.time() - 100
+
+    class Generator:
+        def phase(self, load, target, arm):
+            self.start_s = time.time() - began  # as the benchmark and the ring's follower reckon
+            time.sleep(0.01)
+            rows = pd.DataFrame([{"arm": arm, "start_s": self.start_s, "ttft_ms": 1.0, "error": None}])
+            return rows, {"duration": 0.01, "request_throughput": 100.0, "output_throughput": 100.0}
+
+    generator = Generator()
+    bench = Bench(runs.create("relative-to-nvlink", {}, run_dir=tmp_path / "run"), generator, began)
+    Engines(bench, ARM, Cluster([SimpleNamespace(name="decode-0", metrics_text=lambda: "")]), [], 0).phase(Load(1, 8, 1, concurrency=1, phase="one"))
+    (phase,) = bench.phases
+    assert 99 < phase["start_s"] <= generator.start_s <= phase["start_s"] + phase["span_s"]
+    pulls = pd.DataFrame([{"arm": "TCP", "start": 0, "start_s": generator.start_s, "start_uncertainty_s": 0.0}])
+    assert pulls_to_phases(pulls, pd.DataFrame(bench.phases))["phase"].tolist() == ["one"]
 
 
 def test_starts_go_to_and_fro():
