@@ -115,11 +115,11 @@ class Run:
 
     def update(self, **entries: Any) -> None:
         """Merge ``entries`` into manifest.json."""
+        from kvlab.capture.redact import without
+
         self._writable()
         self.manifest.update(entries)
-        text = _json(self.manifest).decode()
-        for value in sorted(self.secrets, key=len, reverse=True):
-            text = text.replace(value, "REDACTED")
+        text = without(_json(self.manifest).decode(), self.secrets)
         try:
             write_atomic(self.path / "manifest.json", text.encode())
         except OSError as error:

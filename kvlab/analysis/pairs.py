@@ -25,10 +25,10 @@ def rates(pulls: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
         own["link"] = None
     sockets = limits[limits["name"] == "plain TCP socket"] if len(limits) else limits
     links = sockets.groupby("link")["gb_per_s"].median() if "link" in sockets else pd.Series(dtype=float)
-    keys = ["arm", "prompt_tokens", "repetition"]
+    keys = ["arm", "prompt_tokens", "repetition", "pair"]
     rows = []
-    for grouped, by in ((own, [*keys, "pair"]), (own.assign(pair=TOTAL, link=None), [*keys, "pair"])):
-        rounds = grouped.groupby(by, sort=False).agg(
+    for pulled in (own, own.assign(pair=TOTAL, link=None)):
+        rounds = pulled.groupby(keys, sort=False).agg(
             bytes=("bytes", "sum"), first=("start_s", "min"), last=("end_s", "max"), link=("link", "first")
         )
         rounds["gb_per_s"] = rounds["bytes"] / (rounds["last"] - rounds["first"]) / 1e9

@@ -92,12 +92,17 @@ def secrets(document: Any, name: str = "") -> set[str]:
     return {v for v in own if not v.isalpha() and re.search("[A-Za-z]", v)}
 
 
+def without(text: str, values: Iterable[str]) -> str:
+    """Return ``text`` with REDACTED for ``values``, the longest first: one may be part of another."""
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    return text
+
+
 def hide(files: Iterable[Path], values: Iterable[str]) -> None:
     """Put REDACTED for ``values`` wherever they stand in ``files``: engines print their arguments and errors."""
-    known = [v.encode() for v in sorted(values, key=len, reverse=True)]
+    known = list(values)
     for path in files:
-        data = before = path.read_bytes() if path.is_file() else b""
-        for value in known:
-            data = data.replace(value, HIDDEN.encode())
-        if data != before:
-            path.write_bytes(data)
+        before = path.read_bytes().decode("utf-8", "surrogateescape") if path.is_file() else ""
+        if (text := without(before, known)) != before:
+            path.write_bytes(text.encode("utf-8", "surrogateescape"))

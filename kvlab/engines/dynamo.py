@@ -24,6 +24,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from shutil import which
 from typing import Annotated, Literal
@@ -76,14 +77,21 @@ def interpreter() -> str:
     return os.environ.get("KVLAB_DYNAMO_PYTHON") or here
 
 
+@cache
+def _asked(python: str) -> dict[str, str]:
+    """Return what the environment of ``python`` has; asked once, an environment does not change under a run."""
+    ask = [python, "-c", _ASK]
+    said = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True).stdout if which(python) else b""
+    found: dict[str, str] = json.loads(said or "{}")
+    return found
+
+
 def versions(todo: Sequence[Command]) -> dict[str, str]:
     """Return what Dynamo's environment has, empty where ``todo`` is not Dynamo's; BadInput where it lacks Dynamo."""
     python = next((c.argv[0] for c in todo if c.argv[1:3] == ("-m", "dynamo.frontend")), "")
     if not python:
         return {}
-    ask = [python, "-c", _ASK]
-    said = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True).stdout if which(python) else b""
-    found: dict[str, str] = json.loads(said or "{}")
+    found = _asked(python)
     if "ai-dynamo" not in found:
         raise BadInput(
             f"no Dynamo at {python}: set KVLAB_DYNAMO_PYTHON to the Python of an environment with "

@@ -164,7 +164,7 @@ class Running:
         if lost := getattr(self.process, "lost", ""):
             return f"{self.name}: {lost}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        said = last_error(self.log) if self.log else ""
+        said = self.says()
         return f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log})"
 
 

@@ -671,14 +671,8 @@ def up(
 
         def note() -> None:
             if record:
-                hidden = (
-                    "address",
-                    "node_id",
-                    "folder",
-                    "executable",
-                    "kvlab_path",
-                    "free_bytes",
-                )  # people hand manifests on
+                # People hand manifests on.
+                hidden = ("address", "node_id", "folder", "executable", "kvlab_path", "free_bytes")
                 facts = [{k: v for k, v in node.facts.items() if k not in hidden} for node in made]
                 told = [f | {"gathered": n.gathered, "lost": n.lost} for f, n in zip(facts, made, strict=True)]
                 record(ray={"strategy": strategy, "bundle": bundle, "nodes": told})

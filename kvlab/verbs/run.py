@@ -18,7 +18,7 @@ import psutil
 
 from kvlab import experiments, params, runs
 from kvlab.capture.provenance import committed_unchanged
-from kvlab.capture.redact import HIDDEN, hide, redact, redacted, secrets
+from kvlab.capture.redact import hide, redact, redacted, secrets, without
 from kvlab.errors import CONTRADICTED, FAILED, INTERRUPTED, OUTCOME_EXIT, BadInput, KvlabError
 
 
@@ -120,9 +120,7 @@ def main(args: argparse.Namespace) -> int:
         text = _measure(chosen) if args.measure_only else _execute(experiment, chosen, folder)
     finally:
         _settle(folder, protocol, hidden)
-    for value in sorted(hidden, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    return _finish(experiment, folder, text)
+    return _finish(experiment, folder, without(text, hidden))
 
 
 def _dry_run(experiment: experiments.Experiment, chosen: params.Experiment) -> int:

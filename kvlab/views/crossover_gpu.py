@@ -86,8 +86,8 @@ def stalls_chart(told: pd.DataFrame) -> charts.Shown:
         f"median, p90 of the requests; fitted to chunk 2,560 of {FITTED} alone; dummy weights"
     )
     chart = charts.points_with_interval(
-        frame, charts.title("Longest gaps by chunk, and the steps that the fit tells", None, caption), x="ms", low="low",
-        high="high", x_title="ms (log scale)", log=True,
+        frame, charts.title("Longest gaps by chunk, and the steps that the fit tells", None, caption), x="ms",
+        low="low", high="high", x_title="ms (log scale)", log=True,
     )  # fmt: skip
     return charts.show(chart, "gpu_stalls")
 

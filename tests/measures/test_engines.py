@@ -41,7 +41,8 @@ def test_a_phase_is_on_the_clock_of_its_requests_and_pulls(tmp_path):
 
     generator = Generator()
     bench = Bench(runs.create("relative-to-nvlink", {}, run_dir=tmp_path / "run"), generator, began)
-    Engines(bench, ARM, Cluster([SimpleNamespace(name="decode-0", metrics_text=lambda: "")]), [], 0).phase(Load(1, 8, 1, concurrency=1, phase="one"))
+    decode = SimpleNamespace(name="decode-0", metrics_text=lambda: "")
+    Engines(bench, ARM, Cluster([decode]), [], 0).phase(Load(1, 8, 1, concurrency=1, phase="one"))
     (phase,) = bench.phases
     assert 99 < phase["start_s"] <= generator.start_s <= phase["start_s"] + phase["span_s"]
     pulls = pd.DataFrame([{"arm": "TCP", "start": 0, "start_s": generator.start_s, "start_uncertainty_s": 0.0}])
