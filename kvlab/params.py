@@ -295,6 +295,8 @@ class RelativeToNvlink(EngineParams):
     concurrent_requests: Whole = 6
     concurrency: Count = 6
     repetitions: Count = 3
+    #: in how many of a start's repetitions, its last ones, requests come at once; None: in all
+    concurrent_rounds: Whole | None = None
     #: how often each arm's engines are started, arms in turn; a start is a block of its own
     starts: Count = 1
     #: prompts of the answer check at the first start of each arm; 0 leaves it out

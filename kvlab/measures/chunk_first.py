@@ -28,8 +28,8 @@ from kvlab.measures.engines import Bench, Engines, engine, memory_of, model_of
 from kvlab.params import ChunkFirst, EngineArm, TcpCrossover
 from kvlab.runs import Run, safe_name
 
-#: gaps beside a prompt's steps that its sending and its answer may touch, however long they are
-SPARE_GAPS = 3
+#: neighbouring whole steps differ by a chunk of prefix; by more than this factor: one of them carried something else
+UNLIKE = 2.5
 #: in an engine's /metrics: it has a running request
 _RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? [1-9]", re.MULTILINE)
 
@@ -172,6 +172,9 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
             frame, _ = engines.bench.generator.phase(load, target, engines.arm.label)
             thread.join(300)
             one = frame.iloc[0]
+            seen = {"arm": engines.arm.label, "chunk_tokens": chunk, "prompt_tokens": tokens, "repetition": repetition}
+            with (engines.bench.run.logs / "steps.jsonl").open("a", encoding="utf-8") as log:
+                log.write(json.dumps({**seen, **times, **one[["start_s", "ttft_ms", "gaps_ms"]].to_dict()}) + "\n")
             if repetition < 0 or "done" not in times or not isinstance(one["gaps_ms"], list):
                 continue
             rows += [
@@ -184,9 +187,10 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
 def prefill_steps(request: pd.Series, sent_s: float, done_s: float, tokens: int, chunk: int) -> list[dict[str, Any]]:
     """Pick the steps of a prompt sent at ``sent_s`` and answered at ``done_s`` out of a running request's gaps.
 
-    They are the gaps in a row, as many as the prompt has steps, whose sum is largest.  Where more than three others lie
-    in that time (a long prompt is tokenised and sent while ordinary steps pass), each whole step must be longer than
-    nine tenths of those; else a step may be taken for an ordinary one, and nothing is returned.
+    The prompt's answer and the running request's token leave the engine after the same step, so its steps are the gaps
+    in a row, as many as it has chunks, that end next to the answer; a token delivered late may move them by one gap,
+    so of these three places the one with the largest sum is taken.  Nothing is returned where a longer row lies
+    elsewhere between sending and answer, or where neighbouring whole steps differ far too much.
     """
     gaps = np.asarray(request["gaps_ms"], float)
     ends = request["start_s"] + (request["ttft_ms"] + np.cumsum(gaps)) / 1e3
@@ -195,10 +199,15 @@ def prefill_steps(request: pd.Series, sent_s: float, done_s: float, tokens: int,
     inside = np.flatnonzero((ends > sent_s) & (ends - gaps / 1e3 < done_s))
     if len(inside) < count:
         return []
-    at = int(np.convolve(gaps[inside], np.ones(count), "valid").argmax())
-    found, others = gaps[inside][at:][:count], np.delete(gaps[inside], np.s_[at : at + count])
-    whole = found[: tokens // own] if tokens >= own else found
-    if len(others) > SPARE_GAPS and whole.min() <= np.quantile(others, 0.9):
+    sums = np.convolve(gaps[inside], np.ones(count), "valid")
+    answered = int(np.abs(ends[inside] - done_s).argmin()) - count + 1
+    near = [i for i in (answered - 1, answered, answered + 1) if 0 <= i < len(sums)]
+    at = max(near, key=lambda i: sums[i], default=-1)
+    if at < 0 or sums.max() > 1.1 * sums[at]:
+        return []
+    found = gaps[inside][at:][:count]
+    whole = found[: tokens // own]
+    if (np.maximum(whole[1:], whole[:-1]) > UNLIKE * np.minimum(whole[1:], whole[:-1])).any():
         return []
     return [
         {"prefix_tokens": i * own, "chunk_tokens": min(own, tokens - i * own), "step_ms": float(g)}

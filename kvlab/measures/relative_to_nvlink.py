@@ -74,6 +74,8 @@ def _starts(
                 asked = answers.prompts(params.answer_prompts, min(params.prompt_tokens), params.seed)
                 checked.append(answers.check(engines.cluster, asked).assign(arm=arm.label, start=start))
                 run.write("answers", pd.concat(checked, ignore_index=True))
+            rounds = params.repetitions if params.concurrent_rounds is None else params.concurrent_rounds
+            first_concurrent = max(0, params.repetitions - rounds)
             for repetition in range(-1, params.repetitions):
                 for tokens in params.prompt_tokens:
                     shape = {"prompt_tokens": tokens, "output_tokens": params.output_tokens}
@@ -82,7 +84,7 @@ def _starts(
                     seed = params.seed + 1000 * (repetition + 1) + tokens
                     count = 1 if repetition < 0 else params.serial_requests
                     engines.phase(Load(count, concurrency=1, phase=f"one at a time {tokens}", seed=seed, **common))
-                    if params.concurrent_requests and repetition >= 0:
+                    if params.concurrent_requests and repetition >= first_concurrent:
                         load = Load(
                             params.concurrent_requests,
                             concurrency=params.concurrency,

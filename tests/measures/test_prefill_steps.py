@@ -25,36 +25,42 @@ FOUND = [(0, 99, 40.0), (99, 99, 45.0), (198, 99, 50.0)]
 
 
 @pytest.mark.parametrize("sent_after", [0, 7, 9])
-@pytest.mark.parametrize("done_before", [0, 12, 20])
+@pytest.mark.parametrize("done_before", [10, 9])
 def test_ordinary_steps_before_and_after_do_not_hurt(sent_after, done_before):
     ordinary = [12.0, 25.0, 13.0, 14.0, 12.0, 16.0, 12.0, 13.0, 12.0, 15.0]
-    assert picked(ordinary, STEPS, ordinary * 2, sent_after=sent_after, done_before=done_before) == FOUND
+    assert picked(ordinary, STEPS, ordinary, sent_after=sent_after, done_before=done_before) == FOUND
 
 
 def test_one_long_gap_among_many_ordinary_ones_does_not_hurt():
-    assert picked([12.0] * 10 + [60.0, 12.0], STEPS, [13.0] * 12, sent_after=0, done_before=0) == FOUND
+    assert picked([12.0] * 10 + [60.0, 12.0], STEPS, [13.0] * 12, sent_after=0, done_before=12) == FOUND
 
 
 def test_a_short_last_step_is_kept():
-    found = picked([12.0] * 10, [40.0, 45.0, 20.0], [13.0] * 12, sent_after=0, done_before=0, tokens=208)
+    found = picked([12.0] * 10, [40.0, 45.0, 20.0], [13.0] * 12, sent_after=0, done_before=12, tokens=208)
     assert found == [(0, 99, 40.0), (99, 99, 45.0), (198, 10, 20.0)]
 
 
+def test_steps_no_longer_than_ordinary_ones_end_with_the_answer():
+    ordinary = [12.0, 15.0] * 8
+    found = picked(ordinary, [14.0, 14.5, 15.5], ordinary, sent_after=0, done_before=16)
+    assert [step for *_, step in found] == [14.0, 14.5, 15.5]
+
+
 @pytest.mark.parametrize(
-    ("steps", "why"),
+    ("steps", "done_before", "why"),
     [
-        ([40.0, 12.0, 45.0, 50.0], "an ordinary step between two of the prompt's"),
-        ([14.0, 14.0, 14.0], "steps no longer than ordinary ones"),
+        ([40.0, 12.0, 45.0, 50.0], 16, "an ordinary step between two of the prompt's"),
+        (STEPS, 0, "the longest row lies long before the answer"),
     ],
 )
-def test_steps_that_do_not_stand_out_are_refused(steps, why):
+def test_steps_that_cannot_be_the_prompts_are_refused(steps, done_before, why):
     ordinary = [12.0, 15.0] * 8
-    assert picked(ordinary, steps, ordinary, sent_after=0, done_before=0) == [], why
+    assert picked(ordinary, steps, ordinary, sent_after=0, done_before=done_before) == [], why
 
 
 def test_few_gaps_beside_the_steps_need_not_be_shorter():
     # 20 ms after the prompt was sent; a chunk of few tokens hardly makes a step longer.
-    assert picked([20.0, 20.0], [20.5, 20.0, 21.0], [20.0], sent_after=1, done_before=0) == [
+    assert picked([20.0, 20.0], [20.5, 20.0, 21.0], [20.0], sent_after=1, done_before=1) == [
         (0, 99, 20.5), (99, 99, 20.0), (198, 99, 21.0),
     ]  # fmt: skip
 
