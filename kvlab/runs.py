@@ -145,7 +145,8 @@ class Run:
     def recording(self) -> Iterator[Run]:
         """Keep the outcome in the manifest, whatever ends the block: completed, failed, interrupted.
 
-        SIGTERM is turned into KeyboardInterrupt for the block, so that clean-up runs.
+        SIGTERM is turned into KeyboardInterrupt for the block, so that clean-up runs.  Where the wall clock was set
+        meanwhile, the manifest says by how many seconds (``clock_step_s``): its start and end are off by that.
         """
 
         def terminate(signum: int, frame: FrameType | None) -> None:
@@ -155,6 +156,7 @@ class Run:
         previous = signal.signal(signal.SIGTERM, terminate) if main else None
         outcome, error = "failed", ""
         extra: dict[str, Any] = {}
+        ahead_s = time.time() - time.monotonic()
         try:
             yield self
             outcome = str(self.manifest["outcome"])
@@ -179,6 +181,9 @@ class Run:
                 signal.signal(signal.SIGTERM, previous)
             with suppress(OSError):
                 redact.hide(self.logs.rglob("*"), self.secrets)
+            # Both clocks are slewed alike, so only a clock that is set (or a machine that slept) parts them.
+            step_s = time.time() - time.monotonic() - ahead_s
+            extra |= {"clock_step_s": round(step_s, 3)} if abs(step_s) > 0.1 else {}
             end = {"outcome": outcome, "end": _now(), **extra}
             # On a full disk the data error is the one to show, not the manifest's.
             try:

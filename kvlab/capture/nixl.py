@@ -361,14 +361,15 @@ class Follower:
     """Follows, in a thread, every ring that appears in a directory which only kvlab's engines write to.
 
     Use it as a context manager; leaving it reads once more, so leave it after the engines have ended.
-    ``began_s`` (seconds since the epoch) is the zero of ``start_s``; ``flush_s`` is the engines' run interval.
+    ``began_s`` (by ``time.monotonic``, which no setting of the clock moves) is the zero of ``start_s``; ``flush_s`` is
+    the engines' run interval.
     """
 
     def __init__(
         self, directory: Path | str, began_s: float | None = None, flush_s: float = 0.01, poll_s: float = 0.02
     ):
         self.directory = Path(directory)
-        self.began_s = time.time() if began_s is None else began_s
+        self.began_s = time.monotonic() if began_s is None else began_s
         self._flush_s, self._poll_s = flush_s, poll_s
         self._rings: dict[str, _Followed] = {}
         self._not_ready: dict[str, str] = {}
@@ -402,7 +403,7 @@ class Follower:
 
     def _look(self) -> None:
         with self._lock:
-            now = time.time() - self.began_s
+            now = time.monotonic() - self.began_s
             if not now - self._scan_s < 0.1 or self._stop.is_set():  # a look for new files costs more than a read
                 self._scan(now)
             for name, state in self._rings.items():
@@ -414,7 +415,7 @@ class Follower:
                         state.alive = False
                         continue
                     if len(rows):
-                        ended = state.seen_s - self._flush_s, time.time() - self.began_s
+                        ended = state.seen_s - self._flush_s, time.monotonic() - self.began_s
                         self._parts.append((name, rows, reads, *ended))
                     state.seen_s = now
 

@@ -142,7 +142,7 @@ def rows(load: Load, arm: str, answer: dict[str, Any], began_s: float) -> pd.Dat
                 "rate_rps": load.rate_rps,
                 "prompt_tokens": answer["input_lens"][i],
                 "output_tokens": answer["output_lens"][i],
-                "start_s": answer["start_times"][i] + answer["epoch_s"] - began_s if answer["start_times"] else np.nan,
+                "start_s": answer["start_times"][i] + answer["zero_s"] - began_s if answer["start_times"] else np.nan,
                 "ttft_ms": ttft * 1e3 if ok else np.nan,
                 "prefill_ms": prefill * 1e3 if prefill is not None and ok else np.nan,
                 "e2e_ms": ttft * 1e3 + sum(gaps) if ok else np.nan,

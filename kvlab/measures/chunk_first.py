@@ -91,7 +91,7 @@ def dry_run(params: ChunkFirst) -> list[Command]:
 
 def measure(params: ChunkFirst, run: Run) -> None:
     """Fill ``requests``, ``phases``, ``engine_metrics``, ``pulls`` and, where asked, ``steps``."""
-    model, began = model_of(params), time.time()
+    model, began = model_of(params), time.monotonic()
     check_chunks(params, model)
     todo = configurations(params, model)
     order = np.random.default_rng(params.seed).permutation(len(todo))
@@ -163,9 +163,9 @@ def step_times(engines: Engines, params: ChunkFirst | TcpCrossover, chunk: int, 
                 until = time.monotonic() + 60
                 while not _RUNNING.search(target.metrics_text()) and time.monotonic() < until:
                     time.sleep(0.02)
-                times["sent"] = time.time() - began_s
+                times["sent"] = time.monotonic() - began_s
                 handover.post(target.url + "/v1/completions", body)
-                times["done"] = time.time() - began_s
+                times["done"] = time.monotonic() - began_s
 
             thread = threading.Thread(target=send, daemon=True)
             thread.start()

@@ -210,8 +210,8 @@ class Engines:
         """Run one phase; keep its requests, totals and metric differences; return the requests."""
         load = replace(load, phase=f"{load.phase}@{self.start}" if self.start else load.phase)
         before = self._scrape()
-        # The start is on the clock of requests and pulls, or they are not joined; the span outlives a clock that steps.
-        start_s, began = time.time() - self.bench.began_s, time.monotonic()
+        # Requests, pulls and phases are on one clock, or they are not joined; a clock that is set does not move it.
+        began = time.monotonic()
         rows, totals = self.bench.generator.phase(load, target or self.cluster, self.arm.label)
         rows = rows.assign(start=self.start, **columns)
         span = time.monotonic() - began
@@ -238,7 +238,7 @@ class Engines:
                 "rate_rps": load.rate_rps,
                 "requests": len(rows),
                 "failed": failed,
-                "start_s": start_s,
+                "start_s": began - self.bench.began_s,
                 "span_s": span,
                 "duration_s": totals["duration"],
                 "requests_per_s": totals["request_throughput"],

@@ -57,7 +57,7 @@ def _inject(params: PostStall, engines: Engines, tokens: int, pull: bool, seed: 
 
 def measure(params: PostStall, run: Run) -> None:
     """Fill ``requests`` (the steady ones), ``pulls``, ``phases``, ``transports``, ``verdicts``."""
-    model, began = model_of(params), time.time()
+    model, began = model_of(params), time.monotonic()
     rng = np.random.default_rng(params.seed)
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)

@@ -28,7 +28,7 @@ __all__ = ["dry_run", "measure"]
 
 def measure(params: RelativeToNvlink, run: Run) -> None:
     """Fill ``pulls``, ``requests``, ``phases``, ``answers``, ``engine_metrics``, ``transports``, ``verdicts``."""
-    model, began = model_of(params), time.time()
+    model, began = model_of(params), time.monotonic()
     with Generator(run.logs / "bench.log", model, began_s=began) as generator:
         bench = Bench(run, generator, began)
         with bench.evidence(params.arms, memory_of(params)):

@@ -149,7 +149,7 @@ def loopback_gbps(engines: Engines, tokens: int) -> float:
 
 def measure(params: TcpCrossover, run: Run) -> None:
     """Fill ``steps``, ``cells``, ``requests``, ``phases``, ``pulls``, ``transports``, and the manifest's prediction."""
-    model, began = model_of(params), time.time()
+    model, began = model_of(params), time.monotonic()
     run.update(kv=kv_of(params, model))
     points, found = Points(params, run, params.rates_gbps), list[pd.DataFrame]()
     memory = memory_of(params)
@@ -182,5 +182,5 @@ def across(params: TcpCrossover, run: Run, bench: Bench, points: Points, model: 
                 points.rates = [loopback_gbps(engines, max(params.calibrate_tokens))]
             run.update(link={"kind": link.kind, "reason": link.reason, "rates_gbps": points.rates})
             points.both(engines, "calibrate", params.calibrate_tokens, link)
-            run.update(prediction={"fixed_s": time.time() - bench.began_s, **predict(run, params, points.rates)})
+            run.update(prediction={"fixed_s": time.monotonic() - bench.began_s, **predict(run, params, points.rates)})
             points.both(engines, "check", params.check_tokens, link)

@@ -220,7 +220,7 @@ class Keeper:
         """Follow the telemetry rings in a folder; the controller's run began ``elapsed_s`` ago, by its clock."""
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        self._followers[name] = nixl.Follower(folder, began_s=time.time() - elapsed_s).__enter__()
+        self._followers[name] = nixl.Follower(folder, began_s=time.monotonic() - elapsed_s).__enter__()
 
     def followed(self, name: str) -> tuple[pd.DataFrame, list[str]]:
         """Stop following; return the transfers and what speaks for loss."""
@@ -335,7 +335,7 @@ class Follower:
         self._frame, self._losses = nixl.Follower.nothing(), ["never read"]
 
     def __enter__(self) -> Follower:
-        self._node.call("follow", self._name, time.time() - self._began_s)
+        self._node.call("follow", self._name, time.monotonic() - self._began_s)
         return self
 
     def __exit__(self, *_: object) -> None:

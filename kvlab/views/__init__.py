@@ -15,6 +15,8 @@ from kvlab import experiments, tables
 from kvlab.analysis.explained import explained
 from kvlab.runs import Run
 
+_SET = "start or end is off by that, times and joins within the run are not"
+
 
 def about(run: Run) -> str:
     """Return a few lines on the run: what, where, how it ended."""
@@ -32,6 +34,7 @@ def about(run: Run) -> str:
             f"run      {run.id}, {m.get('start', '')}, {m['outcome']}",
             f"machine  {', '.join(machine)}",
             f"software {', '.join(software)}",
+            *([f"clock    set by {m['clock_step_s']:+g} s in mid-run: {_SET}"] if m.get("clock_step_s") else []),
         ]
     )
 

@@ -59,7 +59,7 @@ def main(rounds: int, in_flight: int, descriptors: int, size: int, rate: float) 
         started = {}
         states = {}
         for handle in handles:
-            started[id(handle)] = time.time()
+            started[id(handle)] = time.monotonic()
             states[id(handle)] = agent.transfer(handle)
         waiting = list(handles)
         while waiting:

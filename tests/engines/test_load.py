@@ -18,7 +18,7 @@ ANSWER = {
     "itls": [[0.01, 0.04], []],
     "errors": ["", "Traceback\nConnectionError: refused\n"],
     "start_times": [100.0, 101.0],
-    "epoch_s": 1000.0,
+    "zero_s": 1000.0,
     "prefill_s": [0.2, None],
 }
 

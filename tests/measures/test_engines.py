@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from ring_writer import Writer
 
-from kvlab import runs
-from kvlab.analysis.join import pulls_to_phases
+from kvlab import runs, views
+from kvlab.capture import nixl
 from kvlab.engines.launch import Cluster
-from kvlab.engines.load import Load
+from kvlab.engines.load import Load, rows
 from kvlab.errors import RunFailed
 from kvlab.measures.engines import Bench, Engines, in_turn
 from kvlab.params import EngineArm
@@ -29,24 +30,47 @@ def test_a_failure_before_the_first_phase_keeps_its_own_error(tmp_path):
     assert run.table("verdicts")["transport"].isna().all()
 
 
-def test_a_phase_is_on_the_clock_of_its_requests_and_pulls(tmp_path):
-    began = time.time() - 100
+@pytest.mark.parametrize("step_s", [0, 3600, -3600])
+def test_pulls_find_phase_and_request_though_the_wall_clock_is_set(tmp_path, monkeypatch, step_s):
+    """A ring that is followed, a load process's answer, a phase: joined, with the clock set in mid-phase."""
+    real = time.time
+    began = time.monotonic()
 
     class Generator:
         def phase(self, load, target, arm):
-            self.start_s = time.time() - began  # as the benchmark and the ring's follower reckon
-            time.sleep(0.01)
-            rows = pd.DataFrame([{"arm": arm, "start_s": self.start_s, "ttft_ms": 1.0, "error": None}])
-            return rows, {"duration": 0.01, "request_throughput": 100.0, "output_throughput": 100.0}
+            # As the process of the load answers: vLLM's own clock, and what to add to it (kvlab.engines.bench).
+            zero_s, sent = time.monotonic() - time.perf_counter(), time.perf_counter()
+            monkeypatch.setattr(time, "time", lambda: real() + step_s * (load.phase != "one"))
+            time.sleep(0.05)  # the pull begins after its request was sent
+            ring.pull(1_000, 10_000, 128 * 1024)
+            while len(follower.rows()) < len(bench.phases) + 1:  # and seen before the first token comes
+                time.sleep(0.01)
+            answer = {"ttfts": [time.perf_counter() - sent], "itls": [[]], "errors": [""], "prefill_s": [0.0]}
+            answer |= {"input_lens": [8], "output_lens": [1], "start_times": [sent], "zero_s": zero_s}
+            totals = {"duration": 0.1, "request_throughput": 10.0, "output_throughput": 10.0}
+            return rows(load, arm, answer, began), totals
 
-    generator = Generator()
-    bench = Bench(runs.create("relative-to-nvlink", {}, run_dir=tmp_path / "run"), generator, began)
+    run = runs.create("relative-to-nvlink", {}, run_dir=tmp_path / "run")
+    bench = Bench(run, Generator(), began)
     decode = SimpleNamespace(name="decode-0", metrics_text=lambda: "")
-    Engines(bench, ARM, Cluster([decode]), [], 0).phase(Load(1, 8, 1, concurrency=1, phase="one"))
-    (phase,) = bench.phases
-    assert 99 < phase["start_s"] <= generator.start_s <= phase["start_s"] + phase["span_s"]
-    pulls = pd.DataFrame([{"arm": "TCP", "start": 0, "start_s": generator.start_s, "start_uncertainty_s": 0.0}])
-    assert pulls_to_phases(pulls, pd.DataFrame(bench.phases))["phase"].tolist() == ["one"]
+    with run.recording(), nixl.Follower(tmp_path, began_s=began) as follower:
+        ring = Writer(tmp_path / "ring")
+        time.sleep(0.15)  # until the ring is found
+        engines = Engines(bench, ARM, Cluster([decode]), [follower], 0)
+        for phase in ("one", "two", "three"):
+            engines.phase(Load(1, 8, 1, concurrency=1, phase=phase))
+        engines.collect()
+    (pulls,) = bench.pulls
+    assert pulls[["phase", "request"]].to_numpy().tolist() == [[p, f"{p}-0-0"] for p in ("one", "two", "three")]
+
+
+def test_a_clock_that_was_set_is_told(tmp_path, monkeypatch):
+    real = time.time
+    run = runs.create("relative-to-nvlink", {}, run_dir=tmp_path / "run")
+    with run.recording():
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    assert run.manifest["clock_step_s"] == pytest.approx(-3600, abs=0.1)
+    assert "clock    set by -3600 s in mid-run" in views.about(run)
 
 
 def test_starts_go_to_and_fro():
