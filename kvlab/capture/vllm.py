@@ -12,10 +12,8 @@ import math
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from kvlab.errors import BadInput
@@ -75,93 +73,26 @@ def kv_metrics(text: str) -> dict[str, Any] | None:
     return found
 
 
-def kv_derived(line: dict[str, Any]) -> dict[str, float | None]:
-    """Derive, from one line, what it implies; None where a field is missing or nothing succeeded.
-
-    ``post_share`` of the transfer, ``after_post_ms`` (the drain), ``post_us_per_descriptor``,
-    ``kib_per_descriptor``, ``total_mib`` and ``per_transfer_mib_s`` (mean size over mean duration, which is
-    what vLLM prints as throughput).
-    """
-    xfer, post = line["avg_xfer_time_ms"], line["avg_post_time_ms"]
-    mib, descriptors, count = (
-        line["avg_mb_per_transfer"],
-        line["avg_number_of_descriptors"],
-        line["num_successful_transfers"],
-    )
-
-    def ratio(a: float | None, b: float | None, scale: float = 1.0) -> float | None:
-        return None if a is None or not b else a / b * scale
-
-    return {
-        "post_share": ratio(post, xfer),
-        "after_post_ms": None if not xfer or post is None else xfer - post,
-        "post_us_per_descriptor": ratio(post, descriptors, 1e3),
-        "kib_per_descriptor": ratio(mib, descriptors, 1024.0),
-        "total_mib": None if mib is None or not count else mib * count,
-        "per_transfer_mib_s": ratio(mib, xfer, 1e3),
-    }
-
-
-def kv_summary(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Pool several ``KV Transfer metrics`` lines, each mean weighted by its transfers.
-
-    A failed interval weighs nothing and is counted.  The rate of a link cannot be had from these lines: how
-    many pulls were in flight is not in them.
-    """
-    all_lines = list(lines)
-    good = [line for line in all_lines if line["num_successful_transfers"]]
-
-    def mean(key: str) -> float | None:
-        pairs = [(line["num_successful_transfers"], line[key]) for line in good if line[key] is not None]
-        weight = sum(n for n, _ in pairs)
-        return sum(n * value for n, value in pairs) / weight if weight else None
-
-    means = {key: mean(key) for key in KV_FIELDS.values() if key.startswith("avg_")}
-    transfers = sum(line["num_successful_transfers"] for line in good)
-    failed = sum(line["failed_interval"] for line in all_lines)
-    notes = [
-        "transfers are rank transfers: one request is as many as the decode engine has TP ranks",
-        "Throughput (MB/s) is bytes over summed transfer durations, per transfer and not of the link; "
-        "the pulls in flight are unknown",
-    ]
-    if failed:
-        notes.append(f"{failed} interval(s) without one success: look at vllm:nixl_num_failed_transfers")
-    return {
-        "lines": len(all_lines),
-        "num_successful_transfers": transfers,
-        "failed_intervals": failed,
-        **means,
-        **kv_derived({**means, "num_successful_transfers": transfers}),
-        "notes": notes,
-    }
-
-
-#: What a summary needs -> the exact Prometheus names, over vLLM's versions; a histogram's sum and count, a
-#: counter with or without ``_total``.  Since the release after 0.30 failed transfers hold failed handshakes
-#: and notifications too.  Buckets are no use: the first ends at 5 ms, above most pulls on a fast transport.
+#: what a summary needs -> the exact Prometheus name: a histogram's sum and count, a counter with or without
+#: ``_total``.  Since the release after 0.30 failed transfers hold failed handshakes and notifications too.
+#: Buckets are no use: the first ends at 5 ms, above most pulls on a fast transport.
 HISTOGRAMS = {
-    "xfer_s": ("vllm:nixl_xfer_time_seconds",),
-    "post_s": ("vllm:nixl_post_time_seconds",),
-    "bytes": ("vllm:nixl_bytes_transferred",),
-    "descriptors": ("vllm:nixl_num_descriptors",),
+    "xfer_s": "vllm:nixl_xfer_time_seconds",
+    "post_s": "vllm:nixl_post_time_seconds",
+    "bytes": "vllm:nixl_bytes_transferred",
+    "descriptors": "vllm:nixl_num_descriptors",
 }
 COUNTERS = {
-    "failed_transfers": ("vllm:nixl_num_failed_transfers",),
-    "failed_notifications": ("vllm:nixl_num_failed_notifications",),
-    "expired_requests": ("vllm:nixl_num_kv_expired_reqs",),  # counted by the prefill engine
-    "external_cache_queries": ("vllm:external_prefix_cache_queries",),
-    "external_cache_hits": ("vllm:external_prefix_cache_hits",),
+    "failed_transfers": "vllm:nixl_num_failed_transfers",
+    "failed_notifications": "vllm:nixl_num_failed_notifications",
+    "expired_requests": "vllm:nixl_num_kv_expired_reqs",  # counted by the prefill engine
+    "external_cache_queries": "vllm:external_prefix_cache_queries",
+    "external_cache_hits": "vllm:external_prefix_cache_hits",
 }
-_SAMPLES = {
-    f"{name}{suffix}": (key, suffix.strip("_") or "total")
-    for table, suffixes in ((HISTOGRAMS, ("_sum", "_count")), (COUNTERS, ("", "_total")))
-    for key, names in table.items()
-    for name in names
-    for suffix in suffixes
-}
-_BIRTHS = {"process_start_time_seconds"} | {
-    f"{name}_created" for table in (HISTOGRAMS, COUNTERS) for names in table.values() for name in names
-}
+#: sample -> what it is: ``xfer_s_count``, ``failed_transfers``
+_SAMPLES = {f"{name}{end}": key + end for key, name in HISTOGRAMS.items() for end in ("_sum", "_count")}
+_SAMPLES |= {f"{name}{end}": key for key, name in COUNTERS.items() for end in ("", "_total")}
+_BIRTHS = {"process_start_time_seconds", *(f"{n}_created" for n in (*HISTOGRAMS.values(), *COUNTERS.values()))}
 
 
 def scrape(url: str, timeout_s: float = 10.0) -> str:
@@ -222,19 +153,8 @@ def difference(before: str | None, after: str, arm: str, engine: str = "", phase
         new = now.get(key)
         delta = None if new is None else new if again or old is None else new - old
         number = dict(labels).get("engine")
-        rows.append(
-            {
-                "arm": arm,
-                "engine": ":".join(part for part in (engine, number) if part),
-                "phase": phase,
-                "metric": name,
-                "labels": ",".join(f"{k}={v}" for k, v in labels),
-                "before": old,
-                "after": new,
-                "delta": delta,
-                "restarted": again,
-            }
-        )
+        which = ":".join(part for part in (engine, number) if part)
+        rows.append((arm, which, phase, name, ",".join(f"{k}={v}" for k, v in labels), old, new, delta, again))
     columns = ["arm", "engine", "phase", "metric", "labels", "before", "after", "delta", "restarted"]
     frame = pd.DataFrame(rows, columns=columns)
     return frame.astype({"before": float, "after": float, "delta": float, "restarted": bool})
@@ -243,104 +163,36 @@ def difference(before: str | None, after: str, arm: str, engine: str = "", phase
 def summary(rows: pd.DataFrame) -> dict[str, Any]:
     """Total the rows of :func:`difference` and derive means; ``engines`` holds the same for each engine.
 
-    Keys: pulls, bytes, descriptors, xfer_s, post_s, post_share, mean_xfer_ms, mean_post_ms, mean_bytes,
-    mean_descriptors, failed_transfers, failed_notifications, expired_requests, restarted (engines), over (the
-    words that say what the means are over), notes.  A figure no engine reports is None, not 0.
+    All TP ranks of an engine are pooled.  Keys: pulls, bytes, descriptors, xfer_s, post_s, post_share, mean_xfer_ms,
+    mean_post_ms, mean_bytes, mean_descriptors, those of ``COUNTERS``, restarted (engines), notes.  A figure no engine
+    reports is None, not 0.
     """
     total = _totals(rows)
-    engines = {str(name): _totals(own) for name, own in rows.groupby("engine", sort=True)}
-    single = bool(len(rows)) and bool(rows["before"].isna().all())
     notes = []
-    if single:
+    if len(rows) and rows["before"].isna().all():
         notes.append("one scrape: totals since each engine started, not of a run")
     restarted = sorted({str(name) for name in rows.loc[rows["restarted"], "engine"]})
     if restarted:
         notes.append(f"counters restarted: {', '.join(restarted)}; their totals are lower bounds")
     if total["expired_requests"]:
         notes.append("expired requests are counted by the prefill engine")
-    over = (
-        f"mean over {total['pulls']} rank transfers (all TP ranks pooled) of "
-        f"{sum(1 for e in engines.values() if e['pulls'])} engine(s), "
-        + ("since they started" if single else "between the two scrapes")
-    )
-    return {**total, "engines": engines, "restarted": restarted, "over": over, "notes": notes}
-
-
-_PASTED = re.compile(r"^\s*(vllm:\w+(?:\{[^{}]*\})?\s+[-+.\w]+)\s*$", re.M)
-
-
-def read_text(text: str) -> dict[str, Any] | None:
-    """Summarise pasted ``/metrics`` lines that stand among other text; None when there are none of NIXL's."""
-    lines = [line for line in _PASTED.findall(text) if re.split(r"[{\s]", line, maxsplit=1)[0] in _SAMPLES]
-    if not lines:
-        return None
-    try:
-        return summary(difference(None, "\n".join(lines) + "\n", arm="pasted"))
-    except BadInput:
-        return None
+    engines = {str(name): _totals(own) for name, own in rows.groupby("engine", sort=True)}
+    return {**total, "engines": engines, "restarted": restarted, "notes": notes}
 
 
 def _totals(rows: pd.DataFrame) -> dict[str, Any]:
-    sums: dict[tuple[str, str], float] = {}
-    for name, delta in zip(rows["metric"], rows["delta"], strict=True):
-        if name in _SAMPLES and not math.isnan(delta):
-            sums[_SAMPLES[name]] = sums.get(_SAMPLES[name], 0.0) + delta
-    out: dict[str, Any] = {key: sums.get((key, "sum")) for key in HISTOGRAMS}
-    count = sums.get(("xfer_s", "count"), sums.get(("bytes", "count")))
-    out["pulls"] = None if count is None else round(count)
-    for key in ("bytes", "descriptors"):
+    sums = rows["delta"].groupby(rows["metric"].map(_SAMPLES)).sum(min_count=1).dropna().to_dict()
+    out: dict[str, Any] = {key: sums.get(f"{key}_sum") for key in HISTOGRAMS} | {key: sums.get(key) for key in COUNTERS}
+    out["pulls"] = sums.get("xfer_s_count", sums.get("bytes_count"))
+    for key in ("pulls", "bytes", "descriptors", *COUNTERS):
         out[key] = None if out[key] is None else round(out[key])
-    for key in COUNTERS:
-        value = sums.get((key, "total"))
-        out[key] = None if value is None else round(value)
 
     def ratio(a: float | None, b: float | None, scale: float = 1.0) -> float | None:
         return None if a is None or not b else a / b * scale
 
     out["post_share"] = ratio(out["post_s"], out["xfer_s"])
-    out["mean_xfer_ms"] = ratio(out["xfer_s"], sums.get(("xfer_s", "count")), 1e3)
-    out["mean_post_ms"] = ratio(out["post_s"], sums.get(("post_s", "count")), 1e3)
-    out["mean_bytes"] = ratio(out["bytes"], sums.get(("bytes", "count")))
-    out["mean_descriptors"] = ratio(out["descriptors"], sums.get(("descriptors", "count")))
+    for name, key, scale in (("xfer_ms", "xfer_s", 1e3), ("post_ms", "post_s", 1e3)):
+        out[f"mean_{name}"] = ratio(out[key], sums.get(f"{key}_count"), scale)
+    for key in ("bytes", "descriptors"):
+        out[f"mean_{key}"] = ratio(out[key], sums.get(f"{key}_count"))
     return out
-
-
-def _union_s(start: np.ndarray[Any, Any], end: np.ndarray[Any, Any]) -> float:
-    order = np.argsort(start)
-    start, end = start[order], end[order]
-    reached = np.maximum.accumulate(np.concatenate([[-np.inf], end[:-1]]))
-    return float(np.maximum(end - np.maximum(start, reached), 0.0).sum())
-
-
-def rate_from_intervals(pulls: pd.DataFrame) -> dict[str, float] | None:
-    """Return the rate while at least one pull was in flight: bytes over the union of the pulls' intervals.
-
-    ``pulls`` has start_s, xfer_us, bytes and perhaps start_uncertainty_s (seconds, +-).  The result has
-    bytes, busy_s, summed_s, mean_in_flight, bytes_per_s with its bounds bytes_per_s_low and _high (every
-    interval at its longest, and at its surest), and per_transfer_bytes_per_s, which is what vLLM calls
-    throughput.  Rows without a start are left out; None when none is left.
-    """
-    known = pulls[pulls["start_s"].notna() & (pulls["xfer_us"] > 0)]
-    if known.empty:
-        return None
-    start = known["start_s"].to_numpy(float)
-    span = known["xfer_us"].to_numpy(float) * 1e-6
-    unsure = np.zeros(len(known))
-    if "start_uncertainty_s" in known:
-        unsure = known["start_uncertainty_s"].fillna(0.0).to_numpy(float)
-    total = float(known["bytes"].sum())
-    busy = _union_s(start, start + span)
-    most = _union_s(start - unsure, start + span + unsure)
-    sure = span > 2 * unsure
-    surest = _union_s((start + unsure)[sure], (start + span - unsure)[sure]) if sure.any() else 0.0
-    least = max(float(span.max()), surest)
-    return {
-        "bytes": total,
-        "busy_s": busy,
-        "summed_s": float(span.sum()),
-        "mean_in_flight": float(span.sum()) / busy,
-        "bytes_per_s": total / busy,
-        "bytes_per_s_low": total / most,
-        "bytes_per_s_high": total / least,
-        "per_transfer_bytes_per_s": total / float(span.sum()),
-    }
