@@ -20,7 +20,8 @@ from kvlab.analysis import compare, cost, split, tcp
 from kvlab.capture.ucx import agrees
 from kvlab.measures.descriptor_shape import size_text
 from kvlab.runs import Run
-from kvlab.views import arms
+from kvlab.views import arms, build
+from kvlab.views.build import transports
 
 PLAIN, PART = "plain", " · "
 #: from this count up NIXL's UCX backend shares a transfer among its threads
@@ -92,12 +93,6 @@ def models(run: Run) -> dict[str, cost.Fit]:
     return found
 
 
-def transports(run: Run) -> dict[str, str]:
-    """Return what the evidence says of each arm; arms without evidence are left out."""
-    found = run.table("verdicts").dropna(subset=["transport"])
-    return {str(a): str(t) for a, t in zip(found["arm"], found["transport"], strict=True)}
-
-
 def break_evens(run: Run) -> pd.DataFrame:
     """Return :func:`kvlab.analysis.cost.break_even` of every two models of different transports, at the least pull."""
     over, size = transports(run), float(plain(run)["pull_bytes"].min())
@@ -165,16 +160,13 @@ def _finish(chart: alt.TopLevelMixin, name: str, heading: str, run: Run, caption
     same = "Same bytes at every size" if spread < 0.001 else f"Bytes agree to {spread:.0%} (counts are rounded up)"
     n = f"{rows['n'].min()} to {rows['n'].max()}" if rows["n"].nunique() > 1 else f"{rows['n'].min()}"
     own = run.manifest["parameters"]
-    if run.manifest.get("imported"):
-        caption += f"{same}; imported averages, {own['in_flight']} in flight; {run.id}"
-        chart = chart.properties(title=charts.title(f"{heading}: {where(run)}", run, caption))
-        return charts.show(chart, f"{name}_{'vram' if on_gpu(run) else 'dram'}", run)
     polls = f"polled every {own['poll_interval_ms']:g} ms" if own["poll_interval_ms"] else "busy polls"
-    caption += (
-        f"{same}; {own['shape']}, {own['in_flight']} in flight, {polls}; warm, {n} pulls a point, cells in a new "
-        f"random order every round; interval: 95 % of the median, from six pulls up; {run.id}; machine possibly shared"
+    how = (
+        f"{own['shape']}, {own['in_flight']} in flight, {polls}; warm, {n} pulls a point, cells in a new random order "
+        f"every round; interval: 95 % of the median, from six pulls up; {run.id}; machine possibly shared"
     )
-    chart = chart.properties(title=charts.title(f"{heading}: {where(run)}", run, caption))
+    how = f"imported averages, {own['in_flight']} in flight; {run.id}" if run.manifest.get("imported") else how
+    chart = chart.properties(title=charts.title(f"{heading}: {where(run)}", run, f"{caption}{same}; {how}"))
     return charts.show(chart, f"{name}_{'vram' if on_gpu(run) else 'dram'}", run)
 
 
@@ -253,13 +245,10 @@ def variations_chart(run: Run) -> charts.Shown | str:
         return "no variations were measured"
     frame = ratios(run).sort_values(["arm", "over", "descriptor_bytes"], ascending=[False, True, True])
     frame["case"] = frame["over"] + ", " + frame["descriptor_bytes"].map(size_text)
-    frame["text"] = [
-        f"{r:.2g}x{'' if d else ' (not resolved)'}" for r, d in zip(frame["ratio"], frame["different"], strict=True)
-    ]
-    frame = frame.assign(low=frame["low"].fillna(frame["ratio"]), high=frame["high"].fillna(frame["ratio"]))
+    text = frame["ratio"].map("{:.2g}x".format) + frame["different"].map({True: "", False: " (not resolved)"})
     chart = charts.points_with_interval(
-        frame, alt.TitleParams(""), x="ratio", low="low", high="high", text="text", log=True, reference=1.0,
-        x_title="Pull time / that of the plain cell (log scale, 95 %)",
+        charts.ratio_points(frame).assign(text=text), alt.TitleParams(""), x="ratio", low="low", high="high",
+        text="text", log=True, reference=1.0, x_title="Pull time / that of the plain cell (log scale, 95 %)",
     )  # fmt: skip
     caption = "One thing changed at a time. In flight: time of one of the pulls, all posted by one caller in turn. "
     return _finish(chart, "variations", "Variations of the plain cell", run, caption)
@@ -269,18 +258,13 @@ def break_even_table(pair: list[Run], others: pd.DataFrame) -> gt.GT:
     """Show where two transports take the same time: in these runs, and in ``others`` (with ``where``)."""
     rows = []
     for r in pd.concat([*(break_evens(r).assign(where=where(r)) for r in pair), others]).to_dict("records"):
-        row = {
-            "Machine": r["where"],
-            "Arms": r["pair"],
-            "Pull": size_text(int(r["bytes"])),
-            "Descriptors (95 %)": "none",
-        }
-        row |= {"KiB each": "–", "Faster": f"{r['fewer']} at every count", " ": ""}
+        row = {"Machine": r["where"], "Arms": r["pair"], "Pull": size_text(int(r["bytes"]))}
+        met = ("none", "–", f"{r['fewer']} at every count", "")
         if not np.isnan(r["descriptors"]):
-            row["Descriptors (95 %)"] = span(*(r[f"descriptors{e}"] for e in ("", "_low", "_high")))
-            row |= {"KiB each": f"{r['descriptor_bytes'] / 1024:,.0f}", "Faster": f"{r['fewer']} with fewer"}
-            row[" "] = "extrapolated" if r["extrapolated"] else ""
-        rows.append(row)
+            counts = span(*(r[f"descriptors{e}"] for e in ("", "_low", "_high")))
+            each = f"{r['descriptor_bytes'] / 1024:,.0f}"
+            met = (counts, each, f"{r['fewer']} with fewer", "extrapolated" if r["extrapolated"] else "")
+        rows.append(row | dict(zip(("Descriptors (95 %)", "KiB each", "Faster", " "), met, strict=True)))
     note = "From the cost models. Extrapolated: outside the counts and sizes that were measured or published."
     return show_rows(rows, "break_even", "Where two transports take the same time", note)
 
@@ -371,7 +355,5 @@ def verdict(run: Run) -> tuple[str, dict[str, Any]]:
     for r in share.tail(1).to_dict("records"):
         percent = span(*(r[f"share{e}"] * 100 for e in ("", "_low", "_high")))
         said.append(f"best arm {r['arm']}, {size_text(r['bytes'])} in one descriptor: {percent} % of a copy")
-    if run.manifest["outcome"] == "contradicted":
-        said.insert(0, "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])))
     numbers = {"predictions": checks, "shares": share.to_dict("records"), "gains": gained.to_dict("records")}
-    return f"{where(run)} ({run.id}):\n  " + "\n  ".join(said), numbers
+    return f"{where(run)} ({run.id}):\n  " + "\n  ".join([*build.contradiction(run), *said]), numbers
