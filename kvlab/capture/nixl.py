@@ -27,7 +27,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import re
 import struct
 import threading
 import time
@@ -35,8 +34,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -48,29 +46,12 @@ TX_BYTES, RX_BYTES, TX_REQUESTS, RX_REQUESTS, XFER_TIME, POST_TIME = 0, 1, 2, 3,
 UNKNOWN = -1
 #: the producer says how many events its staging queue dropped (version 4; later versions renumber it)
 DROPPED = 20
-_NAMES = [
-    "agent_tx_bytes",
-    "agent_rx_bytes",
-    "agent_tx_requests_num",
-    "agent_rx_requests_num",
-    "agent_memory_registered",
-    "agent_memory_deregistered",
-    "agent_xfer_time",
-    "agent_xfer_post_time",
-    "agent_err_not_posted",
-    "agent_err_invalid_param",
-    "agent_err_backend",
-    "agent_err_not_found",
-    "agent_err_mismatch",
-    "agent_err_not_allowed",
-    "agent_err_repost_active",
-    "agent_err_unknown",
-    "agent_err_not_supported",
-    "agent_err_remote_disconnect",
-    "agent_err_canceled",
-    "agent_err_no_telemetry",
-    "agent_telemetry_events_dropped",
-]
+_NAMES = [f"agent_{name}" for name in (
+    "tx_bytes", "rx_bytes", "tx_requests_num", "rx_requests_num", "memory_registered", "memory_deregistered",
+    "xfer_time", "xfer_post_time", "err_not_posted", "err_invalid_param", "err_backend", "err_not_found",
+    "err_mismatch", "err_not_allowed", "err_repost_active", "err_unknown", "err_not_supported",
+    "err_remote_disconnect", "err_canceled", "err_no_telemetry", "telemetry_events_dropped",
+)]  # fmt: skip
 TYPE_OF = {name: number for number, name in enumerate(_NAMES)}
 _NAME = [("name", "S32"), ("pad", "V4"), ("value", "<u8")]
 _LAYOUTS: dict[tuple[int, int], np.dtype[Any]] = {
@@ -98,8 +79,7 @@ def environment(directory: Path | str, buffer_size: int = 65536, run_interval_ms
     }
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Events in the order written: ``types`` (int64, ``UNKNOWN`` for a strange name) and ``values``.
 
     ``gap_before`` and ``gap_after`` say in words why events may be missing there; None: none are.
@@ -115,8 +95,8 @@ class Ring:
     """One ring file, open.
 
     ``owner=True`` consumes: it moves the read position, and must be the only one that does (a lock on the
-    file keeps a second kvlab away).  ``owner=False`` writes nothing, ever.  Raises BadInput when the file is
-    no ring, or not one yet (try again: a writer makes the file before its header).
+    file keeps a second kvlab away).  ``owner=False`` only looks at what is there.  Raises BadInput when the file
+    is no ring, or not one yet (try again: a writer makes the file before its header).
     """
 
     def __init__(self, path: Path | str, owner: bool = False):
@@ -152,10 +132,8 @@ class Ring:
         if layout is None and self.version >= 3 and self.event_bytes == _PLAIN.itemsize:
             layout = _PLAIN
         if layout is None or rest:
-            raise BadInput(
-                f"{self.path}: telemetry version {self.version} with {self.event_bytes} bytes an event is a "
-                f"layout this kvlab does not know"
-            )
+            what = f"telemetry version {self.version} with {self.event_bytes} bytes an event"
+            raise BadInput(f"{self.path}: {what} is a layout this kvlab does not know")
         self._layout = layout
         if self.owner:
             try:
@@ -169,7 +147,7 @@ class Ring:
         self._at = self._view[self._read_slot] & self._mask
 
     def read(self) -> Batch:
-        """Copy the events that are new since the last call, and as the owner make room for more.
+        """Copy the events that wait in the ring, and as the owner make room for more.
 
         The order matters: load the write position, copy, look whether the writer ran out of room meanwhile,
         and only then publish the read position with one aligned store.
@@ -180,11 +158,9 @@ class Ring:
         write, read = self._view[0] & self._mask, self._view[self._read_slot] & self._mask
         before = after = None
         if self.owner and read != self._at:
-            before, self._at = "the read position was moved by its writer's restart or another reader", read
-        elif not self.owner and (self._at - read) & self._mask > (write - read) & self._mask:
-            before, self._at = "the ring's own reader went past this one, or its writer restarted", read
-        count = (write - self._at) & self._mask
-        raw = self._copy(self._at, count)
+            before = "the read position was moved by its writer's restart or another reader"
+        count = (write - read) & self._mask
+        raw = self._copy(read, count)
         later = self._view[0] & self._mask
         if (later - read) & self._mask == self._mask:
             after = f"the ring was full ({self._mask} events): what came next was dropped without a sign"
@@ -384,7 +360,7 @@ class Follower:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -436,15 +412,10 @@ class Follower:
         """Return no transfers, with all columns."""
         return _frame([])
 
-    def rows(self) -> pd.DataFrame:
-        """Return every transfer so far: ring, operation, post_us, xfer_us, bytes, requests, start_s and its
-        uncertainty (both NaN for a ring that was there before the follower).
-        """
-        with self._lock:
-            return _frame(self._parts)
-
     def take(self) -> pd.DataFrame:
-        """Return the transfers since the last ``take``."""
+        """Return the transfers since the last ``take``: ring, operation, post_us, xfer_us, bytes, requests, start_s and
+        its uncertainty (both NaN for a ring that was there before the follower).
+        """
         with self._lock:
             parts, self._taken = self._parts[self._taken :], len(self._parts)
             return _frame(parts)
@@ -471,42 +442,3 @@ def losses(reports: Iterable[dict[str, Any]]) -> list[str]:
         if r["incomplete_events"]:
             said.append(f"ring {r['ring']}: {r['incomplete_events']} events belong to no whole transfer")
     return said
-
-
-_READER = re.compile(r"^(?:.*? - )?\s*(Event(?: name)?|Value):\s*(\S+)", re.M)
-
-
-def reader_text(text: str) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Read what NIXL's own telemetry readers print, with or without Timestamp and Category lines.
-
-    Returns the transfers and totals for each kind of event.  Pairing is by order within one agent: it breaks
-    where events were dropped, and a log prefix's time is that of reading, not of the event.
-    """
-    names: list[str] = []
-    values: list[int] = []
-    for key, value in _READER.findall(text):
-        if key != "Value":
-            names.append(value)
-            values.append(0)
-        elif names and value.isdecimal() and len(value) < 20:  # 64 bits hold more, no sound value does
-            values[-1] = int(value)
-    grouper = Grouper()
-    types = np.array([TYPE_OF.get(n, UNKNOWN) for n in names], np.int64)
-    rows, reads = grouper.feed(types, np.array(values, np.uint64))
-    # The readers are often stopped before the count of requests: three of four events still tell the pull.
-    if grouper._types.tolist() in ([POST_TIME, XFER_TIME, RX_BYTES], [POST_TIME, XFER_TIME, TX_BYTES]):
-        rows = np.vstack([rows, np.append(grouper._values, np.uint64(1))])
-        reads = np.append(reads, grouper._types[2] == RX_BYTES)
-        grouper._types = grouper._types[:0]
-    totals: dict[str, dict[str, int]] = {}
-    for name, number in zip(names, values, strict=True):
-        entry = totals.setdefault(name, {"count": 0, "total": 0})
-        entry["count"] += 1
-        entry["total"] += number
-    report = {
-        "events": len(names),
-        "totals": totals,
-        "incomplete_events": grouper.incomplete + len(grouper._types),
-        "note": "paired by order within one agent; the times shown are those of reading",
-    }
-    return _frame([("", rows, reads, np.nan, np.nan)]), report

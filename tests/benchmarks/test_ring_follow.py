@@ -40,7 +40,7 @@ def test_ten_thousand_transfers_a_second(tmp_path: Path, monkeypatch: pytest.Mon
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    rows = follower.rows()
+    rows = follower.take()
     share = cpu_s[0] / seconds
     print(f"{len(rows)} transfers in {seconds:.2f} s, {share:.2%} of one core")
     assert len(rows) == 100_000 and follower.losses() == []

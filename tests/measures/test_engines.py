@@ -37,13 +37,16 @@ def test_pulls_find_phase_and_request_though_the_wall_clock_is_set(tmp_path, mon
     began = time.monotonic()
 
     class Generator:
+        off_by_s = 0.0
+
         def phase(self, load, target, arm):
             # As the process of the load answers: vLLM's own clock, and what to add to it (kvlab.engines.bench).
             zero_s, sent = time.monotonic() - time.perf_counter(), time.perf_counter()
             monkeypatch.setattr(time, "time", lambda: real() + step_s * (load.phase != "one"))
             time.sleep(0.05)  # the pull begins after its request was sent
             ring.pull(1_000, 10_000, 128 * 1024)
-            while len(follower.rows()) < len(bench.phases) + 1:  # and seen before the first token comes
+            # and seen before the first token comes
+            while sum(r["reads"] for r in follower.report()) < len(bench.phases) + 1:
                 time.sleep(0.01)
             answer = {"ttfts": [time.perf_counter() - sent], "itls": [[]], "errors": [""], "prefill_s": [0.0]}
             answer |= {"input_lens": [8], "output_lens": [1], "start_times": [sent], "zero_s": zero_s}
