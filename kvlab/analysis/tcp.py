@@ -12,7 +12,7 @@ Rules of the answers, per link:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ PIECE = 1024
 #: share of a plain flow up to which a rate counts as left unused: the published 4.45 of 4.97 is 0.90
 FULL = 0.95
 DEFAULT = "UCX default"
+#: link, what was found here, answer
+Answer = tuple[str, str, str]
 
 
 def rates(pulls: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
@@ -36,8 +38,7 @@ def rates(pulls: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
     ``_low`` and ``_high``; ``one_gbps`` and ``four_gbps``: median plain flow over one and over four connections.
     """
     rows = split.summary(pulls, by=("arm", "link", "case"))
-    for name, source in (("gbps", "rate_gb_s"), ("gbps_low", "rate_low_gb_s"), ("gbps_high", "rate_high_gb_s")):
-        rows[name] = rows[source] * 8
+    rows[["gbps", "gbps_low", "gbps_high"]] = rows[["rate_gb_s", "rate_low_gb_s", "rate_high_gb_s"]] * 8
     plain = limits.assign(gbps=limits["gb_per_s"] * 8).groupby(["link", "name"])["gbps"].median()
     for column, name in (("one_gbps", "plain TCP, 1 connection"), ("four_gbps", "plain TCP, 4 connections")):
         rows[column] = [plain.get((link, name), np.nan) for link in rows["link"]]
@@ -56,9 +57,8 @@ def speedups(pulls: pd.DataFrame, baseline: str, by: tuple[str, ...] = ("link",)
     names = ["arm", *by, "n", "speedup", "low", "high", "different"]
     if baseline not in set(pulls["arm"]) or pulls["arm"].nunique() < 2:
         return pd.DataFrame(columns=names)
-    rows = compare.ratios(pulls, baseline=baseline, by=list(by))
-    rows = rows.assign(speedup=1 / rows["ratio"], new_low=1 / rows["high"], new_high=1 / rows["low"])
-    rows = rows.drop(columns=["low", "high"]).rename(columns={"new_low": "low", "new_high": "high"})
+    rows = compare.ratios(pulls, baseline=baseline, by=by)
+    rows[["speedup", "high", "low"]] = 1 / rows[["ratio", "low", "high"]]
     return rows[names]
 
 
@@ -88,110 +88,102 @@ def quantities(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def claims(
-    pulls: pd.DataFrame, cells: pd.DataFrame, limits: pd.DataFrame, published: Callable[[str], float], base: str
+    pulls: pd.DataFrame, cells: pd.DataFrame, limits: pd.DataFrame, published: Mapping[Any, float], base: str
 ) -> pd.DataFrame:
     """Answer the published claims: ``claim``, ``published``, ``link``, ``here``, ``answer``.
 
     :param published: quantity of the published table -> its value (rates in Gbps)
     :param base: label of the arm at whose segment size the other knobs were turned
     """
-    rows = rates(pulls, limits)
-    found = [
-        *_segments(pulls, published, base),
-        *_unused(rows, published),
-        *_pieces(pulls, cells, published),
-        *_split_pays(rows, published),
-        *_buffers(pulls, quantities(cells), published, base),
-    ]
-    low, high = published("per_flow_cap"), published("per_flow_cap_placement_group")
-    found.append(_row("a cloud caps one flow", f"{low:g} and {high:g} Gbps", "", "the link is given its cap", UNTESTED))
-    return pd.DataFrame(found, columns=["claim", "published", "link", "here", "answer"])
-
-
-def _row(*values: object) -> dict[str, Any]:
-    return dict(zip(("claim", "published", "link", "here", "answer"), values, strict=True))
-
-
-def _speedups(pulls: pd.DataFrame, baseline: str, arm: str) -> pd.DataFrame:
-    found = speedups(pulls[pulls["arm"].isin([baseline, arm])], baseline)
-    return found[found["arm"] == arm]
-
-
-def _segments(pulls: pd.DataFrame, published: Callable[[str], float], base: str) -> list[dict[str, Any]]:
-    claim, said = (
-        "segment size alone speeds the pull up",
-        published("rate_256k_segments") / published("rate_default_segments"),
+    rows, p = rates(pulls, limits), published
+    gain = p["rate_256k_segments"] / p["rate_default_segments"]
+    used = p["rate_default_segments"] / p["per_flow_cap"]
+    most = p["nixl_pieces_per_transfer_max"]
+    four = [p[f"aggregate_31b_all_four_busy_{end}"] for end in ("low", "high")]
+    loss = [p[f"pinned_socket_buffers_effect_{end}"] for end in ("low", "high")]
+    caps = [p[f"per_flow_cap{where}"] for where in ("", "_placement_group")]
+    no_split, given = "no link with a cap per flow, or no pull of two pieces", "the link is given its cap"
+    found = (
+        ("segment size alone speeds the pull up", f"{gain:.1f}x", _segments(pulls, gain, base)),
+        ("UCX's own sizes leave part of a flow's cap unused", f"{used:.0%} of the cap", _unused(rows)),
+        ("a transfer goes over four connections at most", f"{most:g}", _pieces(pulls, cells, most)),
+        (
+            "the split lifts a pull over the cap of one flow",
+            f"{four[0]:g} to {four[1]:g} Gbps, half of four flows",
+            _split_pays(rows) or [("", no_split, UNTESTED)],
+        ),
+        (
+            "pinned socket buffers make it slower",
+            f"{loss[0]:g} to {loss[1]:g} %",
+            _buffers(pulls, quantities(cells), loss[0], base),
+        ),
+        ("a cloud caps one flow", f"{caps[0]:g} and {caps[1]:g} Gbps", [("", given, UNTESTED)]),
     )
-    out = []
-    for r in _speedups(pulls, DEFAULT, base).to_dict("records"):
-        faster = r["different"] and r["speedup"] > 1
-        half = 1 + (said - 1) / 2
-        answer = (HOLDS if r["speedup"] >= half else DIRECTION) if faster else NOT if r["high"] < half else UNRESOLVED
-        here = f"{base}: {r['speedup']:.2f}x ({r['low']:.2f} to {r['high']:.2f})"
-        out.append(_row(claim, f"{said:.1f}x", r["link"], here, answer))
-    return out or [_row(claim, f"{said:.1f}x", "", "", UNTESTED)]
+    told = [(claim, said, *one) for claim, said, answers in found for one in answers or [("", "", UNTESTED)]]
+    return pd.DataFrame(told, columns=["claim", "published", "link", "here", "answer"])
 
 
-def _unused(rows: pd.DataFrame, published: Callable[[str], float]) -> list[dict[str, Any]]:
-    claim = "UCX's own sizes leave part of a flow's cap unused"
-    said = f"{published('rate_default_segments') / published('per_flow_cap'):.0%} of the cap"
-    out = []
-    for link, g in rows[(rows["arm"] == DEFAULT) & rows["share"].notna()].groupby("link", sort=False):
-        low, high = g["share_low"].min(), g["share_high"].max()
-        # Shares at one link are alike for all descriptor counts: the range covers them all.
-        answer = HOLDS if high < FULL else NOT if low >= FULL else UNRESOLVED
-        out.append(
-            _row(claim, said, link, f"{g['share'].median():.0%} of a plain flow ({low:.0%} to {high:.0%})", answer)
-        )
-    return out or [_row(claim, said, "", "", UNTESTED)]
+def _speedups(pulls: pd.DataFrame, baseline: str, arm: str) -> list[dict[Hashable, Any]]:
+    found = speedups(pulls[pulls["arm"].isin([baseline, arm])], baseline)
+    return found[found["arm"] == arm].to_dict("records")
 
 
 def _threads(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["arm"].str.contains(r"\d threads$")]
 
 
-def _pieces(pulls: pd.DataFrame, cells: pd.DataFrame, published: Callable[[str], float]) -> list[dict[str, Any]]:
-    claim, most = "a transfer goes over four connections at most", published("nixl_pieces_per_transfer_max")
-    counts = pulls.drop_duplicates("case").set_index("case")["descriptors"].sort_values()
+def _segments(pulls: pd.DataFrame, gain: float, base: str) -> list[Answer]:
+    out, half = [], 1 + (gain - 1) / 2
+    for r in _speedups(pulls, DEFAULT, base):
+        faster = r["different"] and r["speedup"] > 1
+        answer = (HOLDS if r["speedup"] >= half else DIRECTION) if faster else NOT if r["high"] < half else UNRESOLVED
+        out.append((r["link"], f"{base}: {r['speedup']:.2f}x ({r['low']:.2f} to {r['high']:.2f})", answer))
+    return out
+
+
+def _unused(rows: pd.DataFrame) -> list[Answer]:
+    out = []
+    for link, g in rows[(rows["arm"] == DEFAULT) & rows["share"].notna()].groupby("link", sort=False):
+        # Shares at one link are alike for all descriptor counts: the range covers them all.
+        low, high = g["share_low"].min(), g["share_high"].max()
+        answer = HOLDS if high < FULL else NOT if low >= FULL else UNRESOLVED
+        out.append((str(link), f"{g['share'].median():.0%} of a plain flow ({low:.0%} to {high:.0%})", answer))
+    return out
+
+
+def _pieces(pulls: pd.DataFrame, cells: pd.DataFrame, most: float) -> list[Answer]:
+    counts = pulls.drop_duplicates("case").set_index("case")["descriptors"]
     used = _threads(cells[cells["quantity"] == "connections"])
-    parts, largest = [], 0.0
-    for case, count in counts.items():
-        seen = used.loc[used["case"] == case, "value"]
-        if len(seen):
-            largest = max(largest, float(seen.max()))
-            parts.append(f"{int(count):,} descriptors: {seen.median():g} ({seen.min():g} to {seen.max():g})")
-    if not parts:
-        return [_row(claim, f"{most:g}", "", "", UNTESTED)]
-    return [_row(claim, f"{most:g}", "all", "; ".join(parts), HOLDS if 1 < largest <= most else NOT)]
+    seen = (
+        used.assign(n=used["case"].map(counts)).dropna(subset="n").groupby("n")["value"].agg(["median", "min", "max"])
+    )
+    if seen.empty:
+        return []
+    parts = [
+        f"{int(r['n']):,} descriptors: {r['median']:g} ({r['min']:g} to {r['max']:g})"
+        for r in seen.reset_index().to_dict("records")
+    ]
+    return [("all", "; ".join(parts), HOLDS if 1 < seen["max"].max() <= most else NOT)]
 
 
-def _split_pays(rows: pd.DataFrame, published: Callable[[str], float]) -> list[dict[str, Any]]:
-    claim = "the split lifts a pull over the cap of one flow"
-    low, high = published("aggregate_31b_all_four_busy_low"), published("aggregate_31b_all_four_busy_high")
-    said, out = f"{low:g} to {high:g} Gbps, half of four flows", []
-    split_ = _threads(rows[rows["link"].str.endswith("per flow") & (rows["descriptors"] >= 2 * PIECE)])
-    for r in split_.to_dict("records"):
-        share = r["gbps"] / r["four_gbps"]
+def _split_pays(rows: pd.DataFrame) -> list[Answer]:
+    out = []
+    far = rows[rows["link"].str.endswith("per flow") & (rows["descriptors"] >= 2 * PIECE)]
+    for r in _threads(far).to_dict("records"):
         here = f"{r['arm']}: {r['gbps']:.2f} Gbps; plain flows: one {r['one_gbps']:.2f}, four {r['four_gbps']:.2f}"
-        answer = HOLDS if r["gbps_low"] > r["one_gbps"] else NOT
-        out.append(_row(claim, said, r["link"], f"{here} ({share:.0%} of four)", answer))
-    return out or [_row(claim, said, "", "no link with a cap per flow, or no pull of two pieces", UNTESTED)]
+        here += f" ({r['gbps'] / r['four_gbps']:.0%} of four)"
+        out.append((r["link"], here, HOLDS if r["gbps_low"] > r["one_gbps"] else NOT))
+    return out
 
 
-def _buffers(
-    pulls: pd.DataFrame, seen: pd.DataFrame, published: Callable[[str], float], base: str
-) -> list[dict[str, Any]]:
-    claim = "pinned socket buffers make it slower"
-    low, high = published("pinned_socket_buffers_effect_low"), published("pinned_socket_buffers_effect_high")
-    said, out = f"{low:g} to {high:g} %", []
+def _buffers(pulls: pd.DataFrame, seen: pd.DataFrame, least_percent: float, base: str) -> list[Answer]:
+    out = []
+    scales = dict(seen.groupby("arm")["window_scale"].median().dropna()) if "window_scale" in seen else {}
     for arm in [a for a in pulls["arm"].unique() if "buffers" in a]:
-        scales = (
-            seen.loc[seen["arm"] == arm, "window_scale"].dropna() if "window_scale" in seen else pd.Series(dtype=float)
-        )
-        scale = f", receiver's window scale {scales.median():.0f}" if len(scales) else ""
-        for r in _speedups(pulls, base, arm).to_dict("records"):
-            here = f"{arm}: {r['speedup'] - 1:+.0%} ({r['low'] - 1:+.0%} to {r['high'] - 1:+.0%}){scale}"
+        scale = f", receiver's window scale {scales[arm]:.0f}" if arm in scales else ""
+        for r in _speedups(pulls, base, arm):
             slower = r["different"] and r["speedup"] < 1
-            answer = HOLDS if slower else NOT if r["low"] > 1 + low / 100 else UNRESOLVED
-            out.append(_row(claim, said, r["link"], here, answer))
-    return out or [_row(claim, said, "", "", UNTESTED)]
+            answer = HOLDS if slower else NOT if r["low"] > 1 + least_percent / 100 else UNRESOLVED
+            here = f"{arm}: {r['speedup'] - 1:+.0%} ({r['low'] - 1:+.0%} to {r['high'] - 1:+.0%}){scale}"
+            out.append((r["link"], here, answer))
+    return out

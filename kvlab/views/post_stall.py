@@ -10,11 +10,11 @@ import great_tables as gt
 import numpy as np
 import pandas as pd
 
-from kvlab import charts, published, runs, tables
+from kvlab import charts, published, runs
 from kvlab.analysis import poststall
 from kvlab.capture.ucx import agrees
 from kvlab.runs import Run
-from kvlab.views import arms
+from kvlab.views import arms, build
 
 CPU, GPU = (f"post_stall/{name}" for name in ("cpu", "h200-one-gpu"))
 
@@ -49,35 +49,21 @@ def both(run: Run) -> list[Found]:
 
 def table(pair: Sequence[Found]) -> gt.GT:
     """Show, for each arm and prompt length: descriptors, post, the gap it fell into, the same window of the control."""
-    times, found = ["post_ms", "gap_ms", "control_ms", "uncertainty_ms"], []
+    found, medians = [], ["descriptors", "bytes", "post_ms", "gap_ms", "control_ms", "uncertainty_ms"]
     for one in pair:
         grouped = one.met.groupby(["arm", "pulled_tokens"])
-        rows = grouped[["descriptors", "bytes", *times]].median().assign(n=grouped["pulls"].sum()).reset_index()
+        rows = grouped[medians].median().assign(n=grouped["pulls"].sum()).reset_index()
         order = {a: i for i, a in enumerate(arms(one.run))}
         rows = rows.assign(rank=rows["arm"].map(order), where=one.where, step_ms=rows["arm"].map(one.step_ms))
         found.append(rows.sort_values(["pulled_tokens", "rank"]))
     rows = pd.concat(found, ignore_index=True)
     rows = rows.assign(mib=rows["bytes"] / 2**20, over_ms=rows["gap_ms"] - rows["control_ms"])
-    return tables.show(
+    return build.table(
         rows,
         "posts",
-        title="A post and the gap it fell into (medians)",
-        labels={
-            "where": "Machine",
-            "arm": "Arm",
-            "pulled_tokens": "Prompt (tokens)",
-            "n": "Pulls",
-            "descriptors": "Descriptors",
-            "mib": "MiB",
-            "post_ms": "Post (ms)",
-            "gap_ms": "Gap it fell into (ms)",
-            "control_ms": "Same window, no pull (ms)",
-            "over_ms": "Difference (ms)",
-            "step_ms": "Ordinary step (ms)",
-            "uncertainty_ms": "Start known to ± (ms)",
-        },
-        decimals={"pulled_tokens": 0, "descriptors": 0, "mib": 0} | dict.fromkeys([*times, "over_ms", "step_ms"], 1),
-        note="Ordinary step: median gap of the control phases. The gap is the longest that the post may have fallen "
+        "A post and the gap it fell into (medians)",
+        "where arm pulled_tokens n descriptors mib post_ms gap_ms control_ms over_ms step_ms uncertainty_ms",
+        "Ordinary step: median gap of the control phases. The gap is the longest that the post may have fallen "
         "into, so even the same window of the control is longer than an ordinary step. Prediction: difference = post.",
     )
 
@@ -162,35 +148,23 @@ def contrast_table(pair: Sequence[Found]) -> gt.GT:
         interval=[f"{a:.2f} to {b:.2f}" if a == a else "too few phases" for a, b in rows[["low", "high"]].to_numpy()],
         sure=rows["different"].map({True: "yes", False: "not resolved"}),
     )
-    labels = {"where": "Machine", "arm": "Arm", "n": "Pairs of phases", "ratio": "Pull / control"}
-    return tables.show(
-        rows,
-        "contrast",
-        title="Longest gap of the running requests, pull phases over their controls",
-        labels=labels | {"interval": "95 % interval", "p_value": "p (signed ranks)", "sure": "Different"},
-        decimals={"ratio": 2, "p_value": 3},
-    )
+    title = "Longest gap of the running requests, pull phases over their controls"
+    columns = "where arm n ratio interval p_value sure"
+    return build.table(rows, "contrast", title, columns, n="Pairs of phases", ratio="Pull / control")
 
 
 def related_table() -> gt.GT:
     """Show the hand-made series on one H200: the longest gap between tokens beside the mean post, by block size."""
     rows = published.load("h200_vllm_pulls")
     rows = rows[(rows["payload_transport"] == "cuda_ipc") & (rows["in_flight"] >= 8)]
-    return tables.show(
+    return build.table(
         rows.sort_values(["prompt_tokens", "descriptors_per_pull"]),
         "related",
-        title="Related: 1P1D on one H200, every request pulled, several in flight",
-        labels={
-            "prompt_tokens": "Prompt (tokens)",
-            "block_size": "Block (tokens)",
-            "in_flight": "In flight",
-            "descriptors_per_pull": "Descriptors",
-            "post_ms": "Mean post (ms)",
-            "itl_max_ms": "Longest gap (ms)",
-            "status": "Status",
-        },
-        decimals={"prompt_tokens": 0, "descriptors_per_pull": 0},
-        note="vLLM 0.23.0, Llama-8B shape, cuda_ipc. No control and no steady load: it suggested this experiment.",
+        "Related: 1P1D on one H200, every request pulled, several in flight",
+        "prompt_tokens block_size in_flight descriptors_per_pull post_ms itl_max_ms status",
+        "vLLM 0.23.0, Llama-8B shape, cuda_ipc. No control and no steady load: it suggested this experiment.",
+        digits={"post_ms": None},
+        post_ms="Mean post (ms)",
     )
 
 
@@ -215,11 +189,9 @@ def verdict(found: Found) -> tuple[str, dict[str, Any]]:
     carried = run.table("verdicts")["transport"].dropna()
     if len(carried) and all(agrees(t, "shared memory") for t in carried):
         parts.append("the transport is shared memory, whose copy is inside the post")
-    if run.manifest["outcome"] == "contradicted":
-        parts.insert(0, "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])))
     numbers: dict[str, Any] = {"prediction": outcome, "fit": line, "control": found.placebo}
     numbers |= {"ratios": found.ratios.to_dict("records"), "step_ms": found.step_ms.to_dict()}
-    return f"{found.where} ({run.id}):\n  " + "\n  ".join(parts), numbers
+    return f"{found.where} ({run.id}):\n  " + "\n  ".join([*build.contradiction(run), *parts]), numbers
 
 
 def conclude(pair: Sequence[Found]) -> str:

@@ -8,10 +8,10 @@ import altair as alt
 import great_tables as gt
 import pandas as pd
 
-from kvlab import charts, published, tables
+from kvlab import charts, published
 from kvlab.analysis import tcp
 from kvlab.runs import Run
-from kvlab.views import arms
+from kvlab.views import arms, build
 
 _KERNEL = {
     "ipv4/tcp_congestion_control": "congestion control",
@@ -75,24 +75,16 @@ def rates_table(rows: pd.DataFrame, run: Run) -> gt.GT:
         None if pd.isna(s) else f"{s:.2f} ({a:.2f} to {b:.2f}){'' if d else ', not resolved'}"
         for s, a, b, d in zip(frame["speedup"], frame["low"], frame["high"], frame["different"], strict=True)
     ]
-    return tables.show(
+    return build.table(
         frame,
         "rates",
-        title="Rate of a pull over each link",
-        labels={
-            "where": "Link",
-            "arm": "Arm",
-            "descriptors": "Descriptors",
-            "n": "Pulls",
-            "gbps": "Rate (Gbps)",
-            "interval": "95 % interval",
-            "share": "Share of a plain flow",
-            "gain": "Times UCX default",
-        },
-        decimals={"descriptors": 0, "gbps": 2},
-        percent=("share",),
-        note="Medians. A plain flow is one TCP connection over the same link in the same run. Pulls of "
+        "Rate of a pull over each link",
+        "where arm descriptors n gbps interval share gain",
+        "Medians. A plain flow is one TCP connection over the same link in the same run. Pulls of "
         f"{first:,} descriptors are compared, round by round.",
+        {"gbps": 2},
+        where="Link",
+        gbps="Rate (Gbps)",
     )
 
 
@@ -100,16 +92,12 @@ def rate_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw a panel a link: each arm's rate with its interval, and the plain flows of that link as lines."""
     size = run.manifest["parameters"]["descriptor_bytes"]
     caption = (
-        f"{rows['n'].min()} warm pulls a point, descriptors of {size // 1024} KiB, "
-        f"links and arms in random order in every round; {run.id}; "
-        "machine possibly shared"
+        f"{rows['n'].min()} warm pulls a point, descriptors of {size // 1024} KiB, links and arms in random order in "
+        f"every round; {run.id}; machine possibly shared"
     )
-    counts = rows.groupby("arm")["case"].nunique()
-    several = rows["arm"].map(counts) > 1
-    rows = rows.assign(
-        setting=rows["arm"].where(~several, rows["arm"] + ", " + rows["case"]), arm="median pull, 95 % interval"
-    )
-    rows["text"] = [f"{v:.3g}" for v in rows["gbps"]]
+    several = rows.groupby("arm")["case"].transform("nunique") > 1
+    setting = rows["arm"].where(~several, rows["arm"] + ", " + rows["case"])
+    rows = rows.assign(setting=setting, arm="median pull, 95 % interval", text=rows["gbps"].map("{:.3g}".format))
     for name in ("gbps_low", "gbps_high"):
         rows[name] = rows[name].fillna(rows["gbps"])
     panels: list[Any] = []
@@ -137,53 +125,42 @@ def connections_table(run: Run) -> gt.GT:
     """Show what the sender's connections did in a pull, from ``ss -ti``."""
     frame = ordered(tcp.quantities(run.table("cells")), run).reset_index(drop=True)
     frame["where"], frame["case"] = _once(frame["link"]), frame["case"].str.removesuffix(" descriptors")
-    return tables.show(
+    return build.table(
         frame,
         "connections",
-        title="The sender's connections during a pull",
-        labels={
-            "where": "Link",
-            "arm": "Arm",
-            "case": "Descriptors",
-            "connections": "Connections used",
-            "retransmits": "Retransmitted segments",
-            "cwnd": "Congestion window (segments)",
-            "window_scale": "Receiver's window scale",
-        },
-        decimals={"connections": 1, "retransmits": 0, "cwnd": 0, "window_scale": 0},
-        note="Medians over the pulls, read right after each; congestion window and scale of the busiest connection.",
+        "The sender's connections during a pull",
+        "where arm case connections retransmits cwnd window_scale",
+        "Medians over the pulls, read right after each; congestion window and scale of the busiest connection.",
+        where="Link",
+        case="Descriptors",
     )
 
 
 def failures(run: Run) -> gt.GT:
     """Show the pulls that hung or failed, a row each; none is said in the title."""
-    cells = run.table("cells").assign(note=lambda d: d.get("note"))
+    cells = run.table("cells").assign(said=lambda d: d.get("note"))
     bad = ordered(cells[cells["outcome"] != "completed"], run).assign(where=lambda d: d["link"].map(link_name))
-    names = {"where": "Link", "arm": "Arm", "case": "Pull", "outcome": "Outcome", "repetition": "Round", "note": "Said"}
     title = f"{len(bad) or 'None'} of {(cells['quantity'] == 'rate').sum()} pulls hung or failed"
-    return tables.show(bad, "failures", title=title, labels=names)
+    columns = "where arm case outcome repetition said"
+    return build.table(bad, "failures", title, columns, where="Link", case="Pull")
 
 
 def claims(run: Run) -> pd.DataFrame:
     """Return the published claims with this run's answers."""
-
-    def figure(quantity: str) -> float:
-        return published.value("tcp_transfer", quantity=quantity)
-
+    figures = published.load("tcp_transfer").set_index("quantity")["value"].to_dict()
     base = run.manifest["parameters"]["base_segment"]
-    rows = tcp.claims(run.table("pulls"), run.table("cells"), run.table("limits"), figure, base)
-    order = {link: i for i, link in enumerate(["all", *links(run)])}
-    rank = {claim: i for i, claim in enumerate(dict.fromkeys(rows["claim"]))}
-    keys = rows.assign(_c=rows["claim"].map(rank), _l=rows["link"].map(order).fillna(-1))
-    return keys.sort_values(["_c", "_l"], kind="stable").drop(columns=["_c", "_l"]).reset_index(drop=True)
+    rows = tcp.claims(run.table("pulls"), run.table("cells"), run.table("limits"), figures, base)
+    order = {link: i for i, link in enumerate(["", "all", *links(run)])}
+    keys = rows.assign(_c=pd.factorize(rows["claim"])[0], _l=rows["link"].map(order))
+    return keys.sort_values(["_c", "_l"], kind="stable", ignore_index=True).drop(columns=["_c", "_l"])
 
 
 def claims_table(rows: pd.DataFrame) -> gt.GT:
     """Show the claims point by point."""
     frame = rows.assign(where=[link_name(x) if x not in ("", "all") else x for x in rows["link"]])
     frame["claim"] = frame["claim"].mask(frame["claim"].duplicated(), "")
-    names = {"claim": "Claim", "published": "Published", "where": "Link", "here": "Here", "answer": "Answer"}
-    return tables.show(frame, "claims", title="The published claims, held against this run", labels=names)
+    title, columns = "The published claims, held against this run", "claim published where here answer"
+    return build.table(frame, "claims", title, columns, digits={"published": None}, where="Link")
 
 
 def conclude(run: Run, rows: pd.DataFrame, found: pd.DataFrame) -> str:

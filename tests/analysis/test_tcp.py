@@ -55,7 +55,7 @@ def cells(counts):
 
 def answers(p, c=None, one=None, four=None):
     c = cells({}) if c is None else c
-    found = tcp.claims(p, c, limits(one or {"none": 40.0}, four or {"none": 40.0}), FIGURES.__getitem__, "256k")
+    found = tcp.claims(p, c, limits(one or {"none": 40.0}, four or {"none": 40.0}), FIGURES, "256k")
     return {(r.claim.split()[0] + " " + r.claim.split()[-1], r.link): (r.answer, r.here) for r in found.itertuples()}
 
 
