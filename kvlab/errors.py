@@ -35,6 +35,16 @@ class KvlabError(Exception):
 
     exit_code = FAILED
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the one line, not where in kvlab it was raised."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The person (Ctrl-C, JupyterLab's stop button) or the system ended a measurement."""
+
+    _render_traceback_ = KvlabError._render_traceback_
+
 
 class BadInput(KvlabError):
     """The user's input (a parameter, a file, a flag) cannot be used as it is."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab import runs
-from kvlab.errors import BadInput
+from kvlab.errors import BadInput, Interrupted
 from kvlab.paths import shared_dir
 
 if TYPE_CHECKING:
@@ -156,8 +156,11 @@ def measure(params: Params) -> runs.Run:
     require(experiment)
     module = importlib.import_module(f"kvlab.measures.{experiment.key}")
     run = runs.create(experiment.name, params.model_dump(), out=params.out, run_dir=params.run_dir, label=params.label)
-    with run.recording():
-        module.measure(params, run)
+    try:
+        with run.recording():
+            module.measure(params, run)
+    except KeyboardInterrupt:
+        raise Interrupted(f"what was measured until then is in {run.path}") from None
     return run
 
 

@@ -145,20 +145,20 @@ class Run:
     def recording(self) -> Iterator[Run]:
         """Keep the outcome in the manifest, whatever ends the block: completed, failed, interrupted.
 
-        SIGTERM is turned into KeyboardInterrupt for the block, so that clean-up runs.  Where the wall clock was set
-        meanwhile, the manifest says by how many seconds (``clock_step_s``): its start and end are off by that.
+        SIGTERM is turned into KeyboardInterrupt for the block, so that clean-up runs; a second signal, or click on
+        the stop button, does not break it off.  Where the wall clock was set meanwhile, the manifest says by how many
+        seconds (``clock_step_s``): its start and end are off by that.
         """
+        with _stopped_once(), self._recorded():
+            yield self
 
-        def terminate(signum: int, frame: FrameType | None) -> None:
-            raise KeyboardInterrupt(signal.Signals(signum).name)
-
-        main = threading.current_thread() is threading.main_thread()
-        previous = signal.signal(signal.SIGTERM, terminate) if main else None
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
         outcome, error = "failed", ""
         extra: dict[str, Any] = {}
         ahead_s = time.time() - time.monotonic()
         try:
-            yield self
+            yield
             outcome = str(self.manifest["outcome"])
             outcome = "completed" if outcome == RUNNING else outcome
         except KeyboardInterrupt:
@@ -177,8 +177,6 @@ class Run:
         finally:
             from kvlab.capture import redact
 
-            if main and previous is not None:
-                signal.signal(signal.SIGTERM, previous)
             with suppress(OSError):
                 redact.hide(self.logs.rglob("*"), self.secrets)
             # Both clocks are slewed alike, so only a clock that is set (or a machine that slept) parts them.
@@ -191,6 +189,26 @@ class Run:
             except KvlabError:
                 if outcome == "completed":
                     raise
+
+
+@contextmanager
+def _stopped_once() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the first SIGTERM or SIGINT in the block; later ones are not heard until its end."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        for number in before:
+            signal.signal(number, lambda *_: None)
+        raise KeyboardInterrupt(signal.Signals(signum).name)
+
+    # Only the main thread hears signals; a shell's background job has SIGINT ignored, and so it stays.
+    heard = [signal.SIGTERM, *([signal.SIGINT] if callable(signal.getsignal(signal.SIGINT)) else [])]
+    main = threading.current_thread() is threading.main_thread()
+    before = {s: signal.signal(s, stop) for s in heard if main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _now() -> str:
