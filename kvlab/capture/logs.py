@@ -14,12 +14,11 @@ import io
 import lzma
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from kvlab.errors import BadInput
 
@@ -27,20 +26,34 @@ Source = str | Path | BinaryIO
 CHUNK = 1 << 18
 #: of a longer line only this much is looked at
 LINE_MAX = 1 << 13
-#: what a line must hold to be looked at, besides a bar: mark -> where in it three telling letters begin
-MARKS = {
-    b"+--": 0, b"UCX": 0, b"cfg": 0, b"NIXL": 0, b"nixl": 0, b"KV ": 0, b"ZMQ": 0, b"messages transport": 11,
-    b"zero-copy": 3, b"get zcopy": 3, b"ALLOC_CONF": 4, b"across cluster": 0, b"kv_buffer_device": 0,
-    b"failed to start": 3, b"NixlPush": 4, b"expandable_seg": 1, b"zmq.error": 0, b"/dev/shm": 5, b"Heterogeneous TP": 0, b"Event: ": 3, b"Value: ": 3, b"/sys/class/": 0, b"_bytes": 3, b"PortXmit": 3, b"PortRcv": 3, b"port_xmit_": 4, b"port_rcv_": 6, b"counters: Lid": 10, b"ethtool -": 2,
-}  # fmt: skip
+#: what a line must hold to be looked at; debug, trace, request and data lines of UCX's own log are chatter
+MARKS = (
+    r"\||\+--|UCX(?:  (?:DI|[^TRD])| ?[^ ])|cfg|NIXL|nixl|NixlPush|KV |ZMQ|zmq\.error|messages transport|zero-copy"
+    r"|get zcopy|ALLOC_CONF|across cluster|kv_buffer_device|failed to start|expandable_seg|/dev/shm|Heterogeneous TP"
+    r"|Event: |Value: |/sys/class/|_bytes|PortXmit|PortRcv|port_xmit_|port_rcv_|counters: Lid|ethtool -"
+)
 ESCAPES = re.compile(r"(?:\x1b|\\x1b|\\033|\\e|\\u001b|␛|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m(?![\w.])|\x00")
 
 
-def name_of(source: Source) -> str:
-    """Return what to call a source in a message."""
-    if isinstance(source, str | Path):
-        return "standard input" if str(source) == "-" else str(source)
-    return str(getattr(source, "name", "stream"))
+def _zstd(stream: Any) -> Any:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+
+
+def _utf16(stream: Any) -> Any:
+    return codecs.EncodedFile(stream, "utf-8", "utf-16", errors="replace")
+
+
+#: first bytes of a stream -> what reads it
+_PACKED: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda stream: gzip.GzipFile(fileobj=stream),
+    b"\x28\xb5\x2f\xfd": _zstd,
+    b"\xfd7zX": lzma.LZMAFile,
+    b"BZh": bz2.BZ2File,
+    b"\xff\xfe": _utf16,
+    b"\xfe\xff": _utf16,
+}
 
 
 class Input:
@@ -51,7 +64,8 @@ class Input:
     """
 
     def __init__(self, source: Source) -> None:
-        self.name, self.lines, self.damage = name_of(source), 0, ""
+        named = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "stream"))
+        self.name, self.lines, self.damage = "standard input" if named == "-" else named, 0, ""
         self._own: BinaryIO | None = None
         try:
             raw: Any = sys.stdin.buffer if str(source) == "-" else source
@@ -62,55 +76,33 @@ class Input:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise BadInput(f"{self.name} cannot be read: {reason}") from None
-        self._stream = self._decompressed(stream, head)
-
-    def _decompressed(self, stream: Any, head: bytes) -> Any:
-        if head[:2] == b"\x1f\x8b":
-            return gzip.GzipFile(fileobj=stream)
-        if head == b"\x28\xb5\x2f\xfd":
-            try:
-                import zstandard
-            except ImportError:
-                raise BadInput(f"{self.name} is zstd: pip install zstandard, or decompress it first") from None
-            return zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-        if head == b"\xfd7zX":
-            return lzma.LZMAFile(stream)
-        if head[:3] == b"BZh":
-            return bz2.BZ2File(stream)
-        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            return codecs.EncodedFile(stream, "utf-8", "utf-16", errors="replace")
-        return stream
+        self._stream = next((unpack(stream) for mark, unpack in _PACKED.items() if head.startswith(mark)), stream)
 
     def close(self) -> None:
         """Close what was opened here."""
         if self._own:
             self._own.close()
 
+    def _read(self, most: int) -> bytes:
+        try:
+            return bytes(self._stream.read(most))
+        except Exception as error:
+            # Each decompressor has its own errors; what was read before the damage counts.
+            self.damage = str(error) or type(error).__name__
+            return b""
+
     def read(self, most: int) -> bytes:
         """Return the first ``most`` bytes, decompressed; damage ends them."""
         parts: list[bytes] = []
-        try:
-            while most > 0 and (data := self._stream.read(min(most, CHUNK))):
-                parts.append(data)
-                most -= len(data)
-        except Exception as error:
-            self.damage = str(error) or type(error).__name__
+        while most > 0 and (data := self._read(min(most, CHUNK))):
+            parts.append(data)
+            most -= len(data)
         return b"".join(parts)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield whole lines in chunks; damage ends the stream."""
         rest = b""
-        while True:
-            try:
-                data = self._stream.read(CHUNK)
-            except Exception as error:
-                # Each decompressor has its own errors; what was read before the damage counts.
-                self.damage = str(error) or type(error).__name__
-                data = b""
-            if not data:
-                if rest:
-                    yield rest
-                return
+        while data := self._read(CHUNK):
             cut = data.rfind(b"\n") + 1
             if not cut:
                 # A line without end must not grow in memory: its beginning is kept, the rest dropped.
@@ -119,75 +111,34 @@ class Input:
             start = data.find(b"\n") if len(rest) >= LINE_MAX else 0
             yield rest + data[start:cut]
             rest = data[cut:]
+        if rest:
+            yield rest
 
     def candidates(self) -> Iterator[tuple[int, bytes]]:
         """Yield (line number, line) of the lines that hold a mark, and of a line after one that stops short.
 
         Lines that hold a ``|`` and do not end with one may have been wrapped: the next line is handed on too.
-        The frequent marks are searched as arrays, because a step of Python for each hit would cost most of the time.
+        Arrow searches all lines of a chunk at once: a step of Python for each would cost most of the time.
         """
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
         wrapped = False
         for chunk in self.chunks():
-            if b"\r" in chunk:
-                chunk = chunk.replace(b"\r\n", b"\n")
-            if not chunk.endswith(b"\n"):
-                chunk += b"\n"
-            text = np.frombuffer(chunk, np.uint8)
-            ends = np.flatnonzero(text == 10)
-            bars = np.searchsorted(ends, np.flatnonzero(text == 0x7C))
-            short = bars[text[ends[bars] - 1] != 0x7C] + 1
-            hit = np.zeros(len(ends) + 1, bool)
-            for lines in (bars, short, np.searchsorted(ends, _marked(chunk, text)), [0] if wrapped else []):
-                hit[lines] = True
+            text = chunk.replace(b"\r\n", b"\n") if b"\r" in chunk else chunk
+            text = text if text.endswith(b"\n") else text + b"\n"
+            starts = np.append(0, np.flatnonzero(np.frombuffer(text, np.uint8) == 10) + 1).astype(np.int32)
+            count = len(starts) - 1
+            lines = pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(starts), pa.py_buffer(text)])
+            hit = np.append(pc.match_substring_regex(lines, MARKS), False)
+            hit[0] |= wrapped
+            first, at = self.lines + 1, starts.tolist()
+            self.lines += count
+            for i in np.flatnonzero(hit[:-1] & np.asarray(pc.invert(pc.ends_with(lines, "|\n")))).tolist():
+                hit[i + 1] |= text.find(b"|", at[i], at[i + 1]) >= 0
             wrapped = bool(hit[-1])
-            lines = np.flatnonzero(hit[:-1])
-            stops = ends[lines]
-            starts = np.where(lines > 0, ends[lines - 1] + 1, 0)
-            first = self.lines + 1
-            self.lines += len(ends)
-            for i, start, stop in zip(lines.tolist(), starts.tolist(), stops.tolist(), strict=True):
-                yield first + i, chunk[start : min(stop, start + LINE_MAX)]
-
-
-def _letters(mark: bytes, at: int) -> int:
-    return mark[at] | mark[at + 1] << 8 | mark[at + 2] << 16
-
-
-_PAIRS = np.zeros(1 << 16, bool)
-_PAIRS[[_letters(m, at) & 0xFFFF for m, at in MARKS.items()]] = True
-_TRIPLES = {_letters(m, at): (m, at) for m, at in MARKS.items()}
-_CODES = np.array(sorted(_TRIPLES), np.uint32)
-#: marks that are their own three letters, so nothing is left to compare
-_WHOLE = np.array([_letters(m, 0) for m in (b"+--", b"cfg", b"KV ", b"ZMQ")], np.uint32)
-_UCX = _letters(b"UCX", 0)
-
-
-def _marked(chunk: bytes, text: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return where marks stand: pairs of letters by a table, then three letters, then the whole mark.
-
-    Searching for each mark by itself would take half a second a gigabyte and mark.  Debug, trace, request
-    and data lines of UCX's own log are left out.
-    """
-    size = len(text)
-    even = np.flatnonzero(np.take(_PAIRS, text[: size & ~1].view("<u2"))) * 2
-    odd = np.flatnonzero(np.take(_PAIRS, text[1 : 1 + ((size - 1) & ~1)].view("<u2"))) * 2 + 1
-    at = np.concatenate([even, odd])
-    at = at[at < size - 6]
-    code = text[at] | text[at + 1].astype(np.uint32) << 8 | text[at + 2].astype(np.uint32) << 16
-    known = _CODES[np.minimum(np.searchsorted(_CODES, code), len(_CODES) - 1)] == code
-    at, code = at[known], code[known]
-    ucx = at[code == _UCX]
-    level, second = text[ucx + 5], text[np.minimum(ucx + 6, size - 1)]
-    spaced = (text[ucx + 3] == 0x20) & (text[ucx + 4] == 0x20)
-    chatter = (level == 0x54) | (level == 0x52) | ((level == 0x44) & (second != 0x49))  # T, R, D but not DI
-    whole = np.isin(code, _WHOLE)
-    rest = ~whole & (code != _UCX)
-    compared = [
-        p
-        for p, (mark, offset) in zip(at[rest].tolist(), (_TRIPLES[c] for c in code[rest].tolist()), strict=True)
-        if chunk.startswith(mark, p - offset)
-    ]
-    return np.concatenate([ucx[~(spaced & chatter)], at[whole], np.array(compared, np.int64)])
+            for i in np.flatnonzero(hit[:-1]).tolist():
+                yield first + i, text[at[i] : min(at[i + 1] - 1, at[i] + LINE_MAX)]
 
 
 def clean(line: bytes) -> str:
@@ -208,7 +159,7 @@ GET_EVIDENCE = (
     "UCX before 1.21 (NIXL before 1.1) needs: there 'used' prints nothing"
 )
 
-#: symptom: (code, words that must be there, pattern or None, what to do).  The first that fits counts.
+#: symptom: (code, words of which one must be there, pattern or None, what to do).  The first that fits counts.
 _RULES: list[tuple[str, str, str | None, str]] = [
     ("cuda-ipc-get-disabled", "get zcopy disabled", None,
      "UCX turns cuda_ipc reads off where it sees no active NVLink, and writes stay on; so a pull (ucp_get) falls to "
@@ -243,9 +194,7 @@ _RULES: list[tuple[str, str, str | None, str]] = [
     ("cuda-ipc-open-failed", "cuIpcOpenMemHandle", None,
      "this process cannot map the peer's GPU memory: separate pods or containers must see each other's GPUs and share "
      "the IPC and PID namespaces"),
-    ("memory-not-exportable", "cuIpcGetMemHandle", None,
-     "this memory cannot be exported over CUDA IPC: VMM or pool allocations (expandable_segments, cudaMallocAsync)"),
-    ("memory-not-exportable", "unable to export handle for VMM", None,
+    ("memory-not-exportable", "cuIpcGetMemHandle|unable to export handle for VMM", None,
      "this memory cannot be exported over CUDA IPC: VMM or pool allocations (expandable_segments, cudaMallocAsync)"),
     ("tcp-connect-failed", "connect(fd", r"failed", "the peer's address cannot be reached over this interface: set UCX_NET_DEVICES to one "
      "that both nodes share (not docker0 or a management network)"),
@@ -311,8 +260,7 @@ _RULES: list[tuple[str, str, str | None, str]] = [
     ("not-found", "NIXL_ERR_NOT_FOUND", None,
      "three causes: at registerMem no backend is loaded (plugin); at a transfer the remote metadata has not arrived; "
      "later, the peer disconnected"),
-    ("backend-error", "NIXL_ERR_BACKEND", None, "UCX failed below NIXL: the first UCX WARN or ERROR before this line is the cause"),
-    ("backend-error", "createBackend: backend", None, "UCX failed below NIXL: the first UCX WARN or ERROR before this line is the cause"),
+    ("backend-error", "NIXL_ERR_BACKEND|createBackend: backend", None, "UCX failed below NIXL: the first UCX WARN or ERROR before this line is the cause"),
     ("peer-unreachable", "Destination is unreachable", None,
      "UCX found no common transport to the peer: compare UCX_TLS and UCX_NET_DEVICES of both sides"),
     ("engine-failed", "EngineCore failed to start", None, "a consequence: the first warning or error before this line is the cause"),
@@ -322,7 +270,7 @@ _RULES: list[tuple[str, str, str | None, str]] = [
      "prefill freed blocks before decode had read them (counted on the prefill side): check the transport's speed first"),
     ("nixl-error", "NIXL_ERR_", None, "an error of NIXL: look for the first UCX or NIXL warning before it"),
 ]  # fmt: skip
-_COMPILED = [(code, words, re.compile(p) if p else None, advice) for code, words, p, advice in _RULES]
+_COMPILED = [(code, words.split("|"), re.compile(p) if p else None, advice) for code, words, p, advice in _RULES]
 _UCX_LEVEL = re.compile(r"\bUCX\s+(FATAL|ERROR|WARN)\b")
 _NIXL_LEVEL = re.compile(r"^[EF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\]|\bNIXL (?:ERROR|WARNING)\b")
 _HARMLESS = re.compile(r"set UCX_WARN_UNUSED_ENV_VARS=n|unused environment variables?: UCX_HOME\s*$")
@@ -334,18 +282,12 @@ def symptom(text: str) -> tuple[str, str] | None:
     if _HARMLESS.search(text) or "UCX  DIAG" in text:  # the peer closing its sockets is a diagnostic, not trouble
         return None
     for code, words, pattern, advice in _COMPILED:
-        if words in text and (pattern is None or pattern.search(text)):
+        if any(w in text for w in words) and (pattern is None or pattern.search(text)):
             return code, advice
-    level = _UCX_LEVEL.search(text)
-    if level:
-        code = "ucx-warning" if level[1] == "WARN" else "ucx-error"
-        return code, "an error of UCX outside the known list: read the line, and what stands before it"
-    if _NIXL_LEVEL.search(text):
-        return (
-            "nixl-error",
-            "an error of NIXL outside the known list: read the line, and what stands before it",
-        )
-    return None
+    outside = "outside the known list: read the line, and what stands before it"
+    if level := _UCX_LEVEL.search(text):
+        return "ucx-warning" if level[1] == "WARN" else "ucx-error", f"an error of UCX {outside}"
+    return ("nixl-error", f"an error of NIXL {outside}") if _NIXL_LEVEL.search(text) else None
 
 
 def reasons(text: str) -> list[dict[str, str | None]]:
