@@ -66,12 +66,17 @@ def test_manifest_tells_how_it_ended(run, error, outcome):
     assert runs.load(run.path).table("pulls").shape[0] == 1
 
 
-def test_sigterm_ends_as_interrupted_and_the_handler_is_given_back(run):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_interrupts_and_a_second_one_does_not_break_off_the_clean_up(run, signum):
+    before, cleaned = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)], False
     with pytest.raises(KeyboardInterrupt), run.recording():
-        signal.raise_signal(signal.SIGTERM)
-    assert run.manifest["outcome"] == "interrupted"
-    assert signal.getsignal(signal.SIGTERM) is before
+        try:
+            signal.raise_signal(signum)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            cleaned = True
+    assert cleaned and run.manifest["outcome"] == "interrupted"
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def test_a_recording_is_never_written_to(run):
