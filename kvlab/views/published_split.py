@@ -11,11 +11,12 @@ from typing import Any
 
 import altair as alt
 import great_tables as gt
+import numpy as np
 import pandas as pd
 
-from kvlab import charts, published, tables
+from kvlab import charts, published
 from kvlab.runs import Run
-from kvlab.views import baseline, ordered
+from kvlab.views import baseline, build, ordered
 
 LENGTH = 16384
 NVLINK, ROCE = "cuda_ipc", "rc_mlx5"
@@ -58,10 +59,15 @@ def pulls(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
     return kept.astype({"prompt_tokens": float}).sort_values("prompt_tokens", kind="stable", ignore_index=True)
 
 
-def _one_thread() -> dict[str, Any]:
+def one_thread() -> pd.Series:
     """Return the H200's pull of about the published count and size of descriptors, posted by one thread."""
-    frame = published.load("h200_pulls").query("descriptors == 4279 and payload_transport == 'cuda_ipc'")
-    return {str(k): v for k, v in frame.to_dict("records")[0].items()}
+    return published.load("h200_pulls").query("descriptors == 4279 and payload_transport == 'cuda_ipc'").iloc[0]
+
+
+def h200_alone() -> pd.DataFrame:
+    """Return vLLM's pulls on the H200 at 16k tokens, one request in flight, by config."""
+    rows = published.load("h200_vllm_pulls")
+    return rows[(rows["in_flight"] == 1) & (rows["prompt_tokens"] == LENGTH)].set_index("config")
 
 
 def halves(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
@@ -71,52 +77,44 @@ def halves(summary: pd.DataFrame, run: Run) -> pd.DataFrame:
     ``post_per_descriptor_us``, ``low_us``, ``high_us`` (95 percent; only this run has an interval), ``status`` of
     the split, ``post_status`` of the post per descriptor.
     """
-    rows: list[dict[str, Any]] = []
+    names = ["arm", "prompt_tokens", "descriptors", "post_ms", "after_ms", "status", "post_status"]
+    rows: list[tuple[Any, ...]] = []
     for transport, arm in _NAMES.items():
-        parts = {f"{n}_ms": at_16k(q, transport) for n, q in (("post", "post_time"), ("after", "after_post_time"))}
-        post_us = at_16k("post_per_descriptor", transport)
-        row = {"arm": arm, "prompt_tokens": LENGTH, "descriptors": at_16k("descriptors_per_pull", transport), **parts}
-        rows.append(row | {"post_per_descriptor_us": post_us, "status": "derived", "post_status": "published"})
-    h200 = published.load("h200_vllm_pulls").query("in_flight == 1 and prompt_tokens == @LENGTH").set_index("config")
-    for config, arm in _H200.items():
-        r = h200.loc[config]
-        row = {"arm": arm, "prompt_tokens": LENGTH, "descriptors": r["descriptors_per_pull"], "post_ms": r["post_ms"]}
-        row |= {"after_ms": r["xfer_ms"] - r["post_ms"], "status": "measured", "post_status": "measured"}
-        rows.append(row | {"post_per_descriptor_us": r["post_ms"] * 1e3 / r["descriptors_per_pull"]})
-    one = _one_thread()
-    row = {"arm": "H200, two agents, cuda_ipc, no threads", "descriptors": one["descriptors"], "status": "measured"}
-    row |= {"post_ms": one["post_us"] / 1e3, "after_ms": (one["xfer_us"] - one["post_us"]) / 1e3}
-    rows.append(row | {"post_per_descriptor_us": one["post_us"] / one["descriptors"], "post_status": "measured"})
+        figures = (at_16k(q, transport) for q in ("descriptors_per_pull", "post_time", "after_post_time"))
+        rows.append((arm, LENGTH, *figures, "derived", "published"))
+    for config, r in h200_alone().loc[list(_H200)].iterrows():
+        times = (r["post_ms"], r["xfer_ms"] - r["post_ms"])
+        rows.append((_H200[str(config)], LENGTH, r["descriptors_per_pull"], *times, "measured", "measured"))
+    one, arm = one_thread(), "H200, two agents, cuda_ipc, no threads"
+    times = (one["post_us"] / 1e3, (one["xfer_us"] - one["post_us"]) / 1e3)
+    rows.append((arm, np.nan, one["descriptors"], *times, "measured", "measured"))
+    theirs = pd.DataFrame(rows, columns=names)
+    # What is published is the post per descriptor itself, rounded; the others follow from the post.
+    theirs["post_per_descriptor_us"] = theirs["post_ms"] * 1e3 / theirs["descriptors"]
+    theirs.loc[[0, 1], "post_per_descriptor_us"] = [at_16k("post_per_descriptor", t) for t in _NAMES]
     mine = ordered(summary, run)
     length = mine["prompt_tokens"].fillna(0)  # imported averages may have no length
-    for r in mine[length == length.max()].to_dict("records"):
-        row = {"arm": f"this run, {r['arm']}", "post_ms": r["post_us"] / 1e3, "after_ms": r["drain_us"] / 1e3}
-        row |= {k: r[k] for k in ("prompt_tokens", "descriptors", "post_per_descriptor_us")}
-        row |= {f"{e}_us": r[f"post_per_descriptor_{e}_us"] for e in ("low", "high")}
-        rows.append(row | {"status": _HERE, "post_status": _HERE})
-    found = pd.DataFrame(rows)
+    mine = mine[length == length.max()].rename(
+        columns={f"post_per_descriptor_{e}_us": f"{e}_us" for e in ("low", "high")}
+    )
+    mine = mine.assign(arm="this run, " + mine["arm"], post_ms=mine["post_us"] / 1e3, after_ms=mine["drain_us"] / 1e3)
+    mine = mine.assign(status=_HERE, post_status=_HERE)[[*names, "post_per_descriptor_us", "low_us", "high_us"]]
+    found: pd.DataFrame = pd.concat([theirs, mine], ignore_index=True)
     pull_ms = found["post_ms"] + found["after_ms"]
     return found.assign(pull_ms=pull_ms, post_share=found["post_ms"] / pull_ms)
 
 
 def pull_table(summary: pd.DataFrame, run: Run) -> gt.GT:
     """Show pull time by prompt length, each value with its status."""
-    return tables.show(
+    return build.table(
         pulls(summary, run),
         "published_pulls",
-        title="Pull time by prompt length: the published study and this run",
-        labels={
-            "prompt_tokens": "Prompt (tokens)",
-            "arm": "Arm",
-            "relative": "Relative",
-            "status": "Ratio is",
-            "pull_ms": "Pull (ms)",
-            "ms_status": "Milliseconds are",
-        },
-        decimals={"prompt_tokens": 0, "relative": 2, "pull_ms": 1},
-        note="Relative to NVLink on the B300 node (30 requests at a time), and to the first arm in this run. "
+        "Pull time by prompt length: the published study and this run",
+        "prompt_tokens arm relative status pull_ms ms_status",
+        "Relative to NVLink on the B300 node (30 requests at a time), and to the first arm in this run. "
         "Milliseconds are published at no length; at 16k they follow from bytes and rate. "
         "Repetitions are not published.",
+        status="Ratio is",
     )
 
 
@@ -162,8 +160,8 @@ def per_descriptor_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw the post of one descriptor: published, on the H200, and in this run with its interval."""
     frame = halves(summary, run).rename(columns={"arm": "case", "post_status": "arm"})
     middle = frame["post_per_descriptor_us"]
-    frame = frame.assign(low_us=frame["low_us"].fillna(middle), high_us=frame["high_us"].fillna(middle))
-    frame["text"] = [f"{v:.2g} µs, {s}" for v, s in zip(middle, frame["arm"], strict=True)]
+    text = middle.map("{:.2g} µs, ".format) + frame["arm"]
+    frame = frame.assign(low_us=frame["low_us"].fillna(middle), high_us=frame["high_us"].fillna(middle), text=text)
     caption = (
         "Post over descriptors at 16k tokens (this run: its longest prompt, with the 95 % interval of the median). "
         "About 125 KB a descriptor on the B300 node, 32 or 256 KiB in vLLM on the H200. vLLM gives NIXL 4 "
@@ -199,8 +197,8 @@ def bounds() -> dict[str, float]:
     roce = "RoCE RDMA"
     low = {t: published.value("transport_bandwidth", "bandwidth_low_gb_s", transport=t) for t in ("NVLink", roce)}
     high = {t: published.value("transport_bandwidth", "bandwidth_high_gb_s", transport=t) for t in ("NVLink", roce)}
-    alone = published.load("h200_vllm_pulls").query("in_flight == 1 and config == 'cuda_ipc'")
-    step, h200 = alone["itl_max_ms"], alone[alone["prompt_tokens"] == LENGTH].to_dict("records")[0]
+    step = published.load("h200_vllm_pulls").query("in_flight == 1 and config == 'cuda_ipc'")["itl_max_ms"]
+    h200, one = h200_alone().loc["cuda_ipc"], one_thread()
     return {
         "post_ms": post,
         "after_ms": after,
@@ -223,7 +221,7 @@ def bounds() -> dict[str, float]:
         "lead_ms": pull - at_16k("kv_pull_time", ROCE),
         "threads": VLLM_THREADS,
         "thread_us": VLLM_THREADS * at_16k("post_per_descriptor"),
-        "one_thread_us": _one_thread()["post_us"] / _one_thread()["descriptors"],
+        "one_thread_us": one["post_us"] / one["descriptors"],
         "h200_vllm_us": h200["post_ms"] * 1e3 / h200["descriptors_per_pull"],
         "h200_gap_low_ms": float(step.min()),
         "h200_gap_high_ms": float(step.max()),

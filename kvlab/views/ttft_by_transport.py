@@ -6,14 +6,16 @@ from typing import Any
 
 import altair as alt
 import great_tables as gt
+import numpy as np
 import pandas as pd
 
-from kvlab import charts, published, runs, tables
+from kvlab import charts, published, runs
 from kvlab.analysis import split
 from kvlab.analysis.transports import additions, queues
 from kvlab.errors import BadInput
 from kvlab.params import TtftByTransport
 from kvlab.runs import Run
+from kvlab.views import build
 
 EXPECTED, MEASURED, OWN = "expected", "measured", "your run, measured"
 ADDED, TTFT, ANYSCALE = "Added to TTFT", "TTFT, H200 (kvlab)", "TTFT, Anyscale"
@@ -55,8 +57,7 @@ def own(name: str) -> pd.DataFrame:
     BadInput when the run holds neither requests with a TTFT nor pulls.
     """
     run = runs.load(name)
-    verdicts = run.table("verdicts")
-    evidence = dict(zip(verdicts["arm"], verdicts["transport"].fillna("transport unknown"), strict=True))
+    over = build.transports(run)
     requests, pulls = run.table("requests").dropna(subset=["ttft_ms"]), run.table("pulls")
     parts = (
         (TTFT, requests, "ttft_ms", 1e3, "concurrency", "{n:g} in flight"),
@@ -66,12 +67,11 @@ def own(name: str) -> pd.DataFrame:
     for panel, frame, column, per_s, by, load in parts:
         if frame.empty:
             continue
-        kept = frame[~frame["warmup"].fillna(False).astype(bool)] if "warmup" in frame else frame
-        kept = kept[kept["error"].isna()] if "error" in kept else kept
+        kept = split.warm(frame)
         keys = ["arm", by] if by in kept and kept[by].notna().any() else ["arm"]
         for key, g in kept.groupby(keys, sort=False):
             middle, low, high = (v / per_s for v in split.median_interval(g[column]))
-            row = f"yours: {key[0]} ({evidence.get(key[0], 'transport unknown')})"
+            row = f"yours: {key[0]} ({over.get(str(key[0]), 'transport unknown')})"
             text = load.format(n=key[1]) if len(keys) > 1 else f"{len(g)} requests"
             rows.append({"panel": panel, "row": row, "x_s": middle, "low_s": low, "high_s": high, "load": text})
     if not rows:
@@ -114,14 +114,12 @@ def placed_chart(points: pd.DataFrame, run: Run) -> charts.Shown:
         low_s=("low_s", "min"), high_s=("high_s", "max")
     )
     ends["text"] = [f"{_span(a, b)}, {m}" for a, b, m in zip(ends["low_s"], ends["high_s"], ends["mark"], strict=True)]
-    marks = [EXPECTED, MEASURED, OWN][: 2 + bool((ends["mark"] == OWN).any())]
+    n = 2 + bool((ends["mark"] == OWN).any())
+    marks = [EXPECTED, MEASURED, OWN][:n]
     scale = alt.Scale(type="log", domain=[0.01, 5000])
-    colour = alt.Color(
-        "mark:N", title="", scale=alt.Scale(domain=marks, range=["#E69F00", "#0072B2", "#009E73"][: len(marks)])
-    )
-    shape = alt.Shape(
-        "mark:N", title="", scale=alt.Scale(domain=marks, range=["diamond", "circle", "square"][: len(marks)])
-    )
+    colours = alt.Scale(domain=marks, range=["#E69F00", "#0072B2", "#009E73"][:n])
+    shapes = alt.Scale(domain=marks, range=["diamond", "circle", "square"][:n])
+    colour, shape = alt.Color("mark:N", title="", scale=colours), alt.Shape("mark:N", title="", scale=shapes)
     panels = []
     for panel in (ADDED, ANYSCALE, TTFT):
         order = list(dict.fromkeys(points.loc[points["panel"] == panel, "row"]))
@@ -153,24 +151,15 @@ def placed_chart(points: pd.DataFrame, run: Run) -> charts.Shown:
 def guide_table() -> gt.GT:
     """Show NVIDIA's table, each row marked."""
     frame = guide()
-    for name, low, high in (
-        ("bandwidth", frame["bandwidth_low_gb_s"], frame["bandwidth_high_gb_s"]),
-        ("extra", frame["extra_ttft_low_ms"], frame["extra_ttft_high_ms"]),
-    ):
-        both = zip(low, high, strict=True)
-        frame[name] = [None if pd.isna(a) else f"{a:g}" if a == b else f"{a:g} to {b:g}" for a, b in both]
-    return tables.show(
+    for name, column in (("bandwidth", "bandwidth_{}_gb_s"), ("extra", "extra_ttft_{}_ms")):
+        both = frame[[column.format(end) for end in ("low", "high")]].to_numpy()
+        frame[name] = [None if pd.isna(a) else build.span(a, b, "g") for a, b in both]
+    return build.table(
         frame,
         "guide",
-        title="What the transport adds to TTFT, by NVIDIA's guide",
-        labels={
-            "transport": "Transport",
-            "bandwidth": "Bandwidth (GB/s)",
-            "extra": "Added to TTFT (ms)",
-            "mark": "Expected or measured",
-            "note": "Note",
-        },
-        note="Expected: the guide gives the range, no measurement behind it is shown. GB is 10^9 bytes.",
+        "What the transport adds to TTFT, by NVIDIA's guide",
+        "transport bandwidth extra mark note",
+        "Expected: the guide gives the range, no measurement behind it is shown. GB is 10^9 bytes.",
     )
 
 
@@ -178,20 +167,16 @@ def additions_table() -> gt.GT:
     """Show what each of Anyscale's arrangements adds over collocated engines, over the loads tried."""
     extra = anyscale_additions().groupby("arrangement", sort=False)["extra_ms"]
     frame = extra.agg(n="size", low="min", mid="median", high="max").reset_index()
-    return tables.show(
+    return build.table(
         frame,
         "additions",
-        title="What the hand-over adds over collocated engines at equal concurrency, Anyscale (measured; derived here)",
-        labels={
-            "arrangement": "Arrangement",
-            "n": "Loads",
-            "low": "Least (ms)",
-            "mid": "Middle (ms)",
-            "high": "Most (ms)",
-        },
-        decimals={"low": 0, "mid": 0, "high": 0},
-        note="Differences of published medians, 4 to 64 in flight. Below zero: P/D was faster, as prefill has its own "
+        "What the hand-over adds over collocated engines at equal concurrency, Anyscale (measured; derived here)",
+        "arrangement n low mid high",
+        "Differences of published medians, 4 to 64 in flight. Below zero: P/D was faster, as prefill has its own "
         "GPUs. The InfiniBand set ran on another host without a collocated baseline, so it is not in this table.",
+        n="Loads",
+        low="Least (ms)",
+        high="Most (ms)",
     )
 
 
@@ -225,45 +210,22 @@ def apart_chart(frame: pd.DataFrame, run: Run) -> charts.Shown:
         "transfer without the prefill. H200: TTFT, medians of 3 to 5 requests alone and of all N; the rule ends at "
         "the last of them. Same prompts and bytes alone and together; both engines on one GPU."
     )
-    chart = charts.points_with_interval(
-        frame,
-        charts.title("98 seconds are a queue", run, caption),
-        x="x_s",
-        low="x_s",
-        high="high_s",
-        x_title="Seconds (log scale)",
-        log=True,
-        text="text",
-    )
-    return charts.show(chart, "apart", run)
+    ends = {"x": "x_s", "low": "x_s", "high": "high_s"}
+    title, text = "98 seconds are a queue", "Seconds (log scale)"
+    return build.intervals(frame, run, "apart", title, caption, **ends, x_title=text, log=True, text="text")
 
 
 def queue_table() -> gt.GT:
     """Show the H200's requests: N at a time against N times one, over TCP and over cuda_ipc."""
-    return tables.show(
+    return build.table(
         shared_road(),
         "queue",
-        title="One H200: N requests at a time take N times one, and the median tells what they wait for (measured)",
-        labels={
-            "road": "Pulls went over",
-            "prompt_tokens": "Prompt (tokens)",
-            "n": "N",
-            "alone_s": "TTFT alone (s)",
-            "pull_share": "Of it the pull",
-            "predicted_s": "N x alone (s)",
-            "p50_s": "Median of N (s)",
-            "last_s": "Last of N (s)",
-            "last_ratio": "Last over N x alone",
-            "p50_share": "Median over last",
-            "queue_share": "Same, first-come queue",
-            "rate_alone_gb_s": "Rate alone (GB/s)",
-            "rate_n_gb_s": "Rate of N (GB/s)",
-        },
-        decimals={"prompt_tokens": 0, "alone_s": 2, "predicted_s": 1, "p50_s": 1, "last_s": 1, "last_ratio": 2}
-        | {"p50_share": 2, "queue_share": 2, "rate_alone_gb_s": 2, "rate_n_gb_s": 2},
-        percent=("pull_share",),
-        note="Rate of N: all bytes until the last first token, prefill included, so over cuda_ipc it is the prefill's. "
+        "One H200: N requests at a time take N times one, and the median tells what they wait for (measured)",
+        "road prompt_tokens n alone_s pull_share predicted_s p50_s last_s last_ratio p50_share queue_share "
+        "rate_alone_gb_s rate_n_gb_s",
+        "Rate of N: all bytes until the last first token, prefill included, so over cuda_ipc it is the prefill's. "
         "0.35 GB/s are 0.33 GiB/s.",
+        n="N",
     )
 
 
@@ -283,12 +245,16 @@ def conclude(run: Run, parameters: TtftByTransport) -> str:
         {"prediction": "expected RDMA range", "holds": inside == len(rdma), "inside": inside, "of": len(rdma)},
     ]
     said = ["holds" if c["holds"] else "is REFUTED" for c in checks]
+
+    def ends(values: pd.Series) -> str:
+        return f"{values.min():.2f} to {values.max():.2f}"
+
     sentences = [
         f"{seen_s:g} seconds are {seen_s / one_s:.1f} transfers of {one_s:.1f} s each, not one slow one",
-        f"on an H200 over TCP the last of N requests came after {_two(tcp['last_ratio'])} times N x one alone, so the "
+        f"on an H200 over TCP the last of N requests came after {ends(tcp['last_ratio'])} times N x one alone, so the "
         f"prediction of a queue {said[0]}",
-        f"the median came at {_two(tcp['p50_share'])} of the last over TCP, where all share one road, and at "
-        f"{_two(control['p50_share'])} over cuda_ipc, where they queue for the prefill",
+        f"the median came at {ends(tcp['p50_share'])} of the last over TCP, where all share one road, and at "
+        f"{ends(control['p50_share'])} over cuda_ipc, where they queue for the prefill",
         f"measured RDMA (EFA) adds {rdma.min():.0f} to {rdma.max():.0f} ms, {inside} of {len(rdma)} loads inside the "
         f"expected {low:.0f} to {high:.0f} ms, so the prediction that measurements meet the expected range {said[1]}",
     ]
@@ -299,19 +265,13 @@ def conclude(run: Run, parameters: TtftByTransport) -> str:
     return text
 
 
-def _two(values: pd.Series) -> str:
-    return f"{values.min():.2f} to {values.max():.2f}"
-
-
 def _nearest(rows: pd.DataFrame) -> list[str]:
     """Say beside which row of its panel the slowest point of each of one's own arms comes to lie."""
-    others = placed(TtftByTransport())
-    found = []
+    others, found = placed(TtftByTransport()), []
     for r in rows.sort_values("x_s").groupby(["panel", "row"], sort=False).tail(1).to_dict("records"):
-        x_s = r["x_s"]
         near = others[others["panel"] == r["panel"]]
-        near = near.assign(times=(near["x_s"] / x_s).map(lambda v: max(v, 1 / v))).sort_values("times")
-        best = near.to_dict("records")[0]
-        where = f"nearest to {best['row']} ({best['mark']}), {best['times']:.1f} times apart"
-        found.append(f"{r['row']} at {r['load']}: {_span(x_s, x_s)}, {where}")
+        times = np.exp(np.log(near["x_s"] / r["x_s"]).abs())
+        best = near.loc[times.idxmin()]
+        where = f"nearest to {best['row']} ({best['mark']}), {times.min():.1f} times apart"
+        found.append(f"{r['row']} at {r['load']}: {_span(r['x_s'], r['x_s'])}, {where}")
     return found
