@@ -9,11 +9,20 @@ from typing import Any
 import great_tables as gt
 import pandas as pd
 
+#: the page's own ink and ground, light or dark, instead of great-tables' black on white
+_THEMED = "#{id} table, #{id} table * {{ color: inherit !important; background-color: transparent !important; }}\n"
+_THEMED += "#{id} table, #{id} table * {{ border-color: #8888 !important; }}\n"
+
 
 class Table(gt.GT):
     """A table whose text form holds its cells, the same on every run and with every version of the library."""
 
-    kvlab_text = ""
+    kvlab_text = kvlab_id = ""
+
+    def as_raw_html(self, *words: Any, **named: Any) -> str:
+        """Return the table's HTML, readable in light and dark pages."""
+        page = super().as_raw_html(*words, **named)
+        return page.replace("<style>\n", "<style>\n" + _THEMED.format(id=self.kvlab_id), 1)
 
     def __repr__(self) -> str:
         return self.kvlab_text
@@ -47,6 +56,7 @@ def show(
         table_font_size="13px", table_margin_left="0", heading_align="left", data_row_padding="4px"
     )
     table = table.tab_source_note(_plain(note)) if note else table
+    table.kvlab_id = name
     table.kvlab_text = _text(frame[list(labels)], labels, decimals or {}, percent, title)
     return table
 
