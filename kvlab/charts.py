@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -14,26 +15,31 @@ from kvlab.runs import Run, safe_name, write_atomic
 
 #: Okabe and Ito's palette, told apart by people with any common colour blindness (jfly.uni-koeln.de/color)
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#F0E442"]
-POST, DRAIN, LIMIT = "#D55E00", "#0072B2", "#5F5F5F"
+POST, DRAIN, LIMIT, INK = "#D55E00", "#0072B2", "#5F5F5F", "#1b1b1b"
 WIDTH = 560
 
 
 def theme() -> alt.theme.ThemeConfig:
-    """One look for all charts: a white ground of their own, so that they read in dark JupyterLab and in print."""
-    return {
-        "config": {
-            "background": "white",
-            "padding": 12,
-            "font": "DejaVu Sans, Helvetica, Arial, sans-serif",
-            "view": {"stroke": None, "continuousWidth": WIDTH, "continuousHeight": 260},
-            "title": {"anchor": "start", "fontSize": 15, "subtitleFontSize": 11, "subtitleColor": "#555", "offset": 10},
-            "axis": {"labelFontSize": 11, "titleFontSize": 12, "gridColor": "#e8e8e8", "domainColor": "#888"},
-            "legend": {"labelFontSize": 11, "titleFontSize": 11, "orient": "top", "labelLimit": 400},
-            "header": {"labelFontSize": 12, "titleFontSize": 12, "labelFontWeight": "bold"},
-            "range": {"category": PALETTE},
-            "text": {"fontSize": 11},
-        }
+    """One look for all charts: a white ground of their own, so that they read in dark JupyterLab and in print.
+
+    Every colour of text is named: JupyterLab's dark theme fills in white for what a chart leaves open.
+    """
+    axis = {"labelFontSize": 11, "titleFontSize": 12, "gridColor": "#e8e8e8", "domainColor": "#888"}
+    subtitle = {"subtitleFontSize": 11, "subtitleColor": "#555"}
+    config: Any = {
+        "background": "white",
+        "padding": 12,
+        "font": "DejaVu Sans, Helvetica, Arial, sans-serif",
+        "view": {"stroke": None, "continuousWidth": WIDTH, "continuousHeight": 260},
+        "title": {"anchor": "start", "fontSize": 15, "color": INK, "offset": 10, **subtitle},
+        "style": {name: {"fill": INK} for name in ("guide-label", "guide-title", "group-title")},
+        "axis": {**axis, "tickColor": "#888"},
+        "legend": {"labelFontSize": 11, "titleFontSize": 11, "orient": "top", "labelLimit": 400},
+        "header": {"labelFontSize": 12, "titleFontSize": 12, "labelFontWeight": "bold", "labelColor": INK},
+        "range": {"category": PALETTE},
+        "text": {"fontSize": 11},
     }
+    return {"config": config}
 
 
 alt.theme.register("kvlab", enable=True)(theme)
@@ -58,11 +64,38 @@ class Shown:
         return self._bundle
 
 
-def show(chart: alt.TopLevelMixin, name: str, run: Run | None = None) -> Shown:
-    """Render ``chart``; save NAME.svg and NAME.png among the run's charts when it has a folder to write to."""
+_UNITS = {"ms": "ms", "us": "µs", "s": "s", "rps": "requests/s"}
+
+
+def _tooltips(spec: dict[str, Any], run_id: str) -> None:
+    """Give every tooltip of a chart headings with units, round numbers, and the run."""
+    for part in [x for key in ("layer", "vconcat", "hconcat", "concat") for x in spec.get(key, [])]:
+        _tooltips(part, run_id)
+    if "spec" in spec:
+        _tooltips(spec["spec"], run_id)
+    told = spec.get("encoding", {}).get("tooltip")
+    if not isinstance(told, list):
+        return
+    for one in told:
+        stem, _, unit = one["field"].rpartition("_")
+        name = f"{stem} ({_UNITS[unit]})" if unit in _UNITS and stem else one["field"]
+        one.setdefault("title", (name[0].upper() + name[1:]).replace("_", " "))
+        if one.get("type") == "quantitative":
+            one.setdefault("format", ",.4~r")
+    if run_id and all(one["field"] != "run" for one in told):
+        spec.setdefault("transform", []).append({"calculate": json.dumps(run_id), "as": "run"})
+        told.append({"field": "run", "type": "nominal", "title": "Run"})
+
+
+def show(chart: alt.TopLevelMixin, name: str, run: Run | None = None, *, several: bool = False) -> Shown:
+    """Render ``chart``; save NAME.svg and NAME.png among the run's charts when it has a folder to write to.
+
+    :param several: the chart shows more than ``run``, so its tooltips do not name it
+    """
     import vl_convert
 
     spec = chart.to_dict()
+    _tooltips(spec, run.id if run is not None and not several else "")
     svg = vl_convert.vegalite_to_svg(spec)
     if run is not None and run.out is not None:
         folder = run.out / "charts"
@@ -83,6 +116,24 @@ def lengths(tokens: float) -> str:
 def short(value: float) -> str:
     """Write a number to three digits without an exponent: 0.123, 12.3, 1,230."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def with_record(points: alt.Chart, key: str, first: Any, lines: str, *, height: int) -> alt.VConcatChart:
+    """Put the text of a point below the chart: of the point clicked, of ``first`` until then.
+
+    :param key: column whose value is each point's own
+    :param lines: column with the text, ``\n`` between its lines
+    """
+    picked = alt.selection_point(name="picked", fields=[key], value=[{key: first}], toggle=False, empty=False)
+    ring = alt.condition(picked, alt.value("black"), alt.value("transparent"))
+    text = (
+        alt.Chart(points.data)
+        .transform_filter(picked)
+        .mark_text(align="left", baseline="top", lineBreak="\n", lineHeight=15, color=INK)
+        .encode(text=f"{lines}:N", x=alt.value(0), y=alt.value(0))
+        .properties(width=WIDTH, height=height)
+    )
+    return alt.vconcat(points.encode(stroke=ring, tooltip=points.encoding.tooltip).add_params(picked), text)
 
 
 def ratio_points(ratios: pd.DataFrame) -> pd.DataFrame:
@@ -128,6 +179,8 @@ def stacked_split(summary: pd.DataFrame, heading: alt.TitleParams) -> alt.TopLev
             alt.Tooltip("arm:N", title="Arm"),
             alt.Tooltip("part:N", title="Part"),
             alt.Tooltip("part_ms:Q", title="Median (ms)", format=".3f"),
+            alt.Tooltip("low_ms:Q", title="Whole pull, 95 % from (ms)", format=".3f"),
+            alt.Tooltip("high_ms:Q", title="to (ms)", format=".3f"),
             alt.Tooltip("n:Q", title="Pulls"),
             alt.Tooltip("descriptors:Q", title=schema.label("pulls", "descriptors"), format=","),
             alt.Tooltip("bytes:Q", title=schema.label("pulls", "bytes"), format=","),
@@ -172,7 +225,9 @@ def points_with_interval(
         yOffset=alt.YOffset("arm:N", sort=arms),
         color=arm_colour(arms),
     )
-    tooltip = [c for c in ("arm", y, x, low, high, "n", "run") if c in frame.columns]
+    named = {x: x_title, low: "Interval from", high: "to"}
+    wanted = [c for c in ("arm", y, x, low, high, "n", "run") if c in frame.columns]
+    tooltip = [alt.Tooltip(c, title=named[c]) if c in named else alt.Tooltip(c) for c in wanted]
     layers = [
         base.mark_rule(strokeWidth=2).encode(x=alt.X(f"{low}:Q", title=x_title, scale=scale), x2=f"{high}:Q"),
         base.mark_point(filled=True, size=70, opacity=1).encode(x=alt.X(f"{x}:Q", scale=scale), tooltip=tooltip),
