@@ -111,7 +111,7 @@ def chart(pair: Sequence[Found]) -> charts.Shown:
     caption = f"{'; '.join(said)}; 95 % interval of the slope from whole phases; machines possibly shared"
     both_runs = alt.hconcat(*panels).resolve_scale(color="independent", strokeDash="independent")
     both_runs = both_runs.properties(title=charts.title("The gap that a post fell into", pair[0].run, caption))
-    return charts.show(both_runs, "post_against_gap", pair[0].run)
+    return charts.show(both_runs, "post_against_gap", pair[0].run, several=True)
 
 
 def contrast_chart(pair: Sequence[Found]) -> charts.Shown:
@@ -138,7 +138,8 @@ def contrast_chart(pair: Sequence[Found]) -> charts.Shown:
         panels.append(points.properties(width=charts.WIDTH, height=76, title=alt.TitleParams(row, fontSize=12)))
     caption = f"a point a phase; {', '.join(one.run.id for one in pair)}"
     heading = charts.title("Longest gaps with pulls and without", pair[0].run, caption)
-    return charts.show(alt.vconcat(*panels).properties(title=heading), "pull_against_control", pair[0].run)
+    drawn = alt.vconcat(*panels).properties(title=heading)
+    return charts.show(drawn, "pull_against_control", pair[0].run, several=True)
 
 
 def contrast_table(pair: Sequence[Found]) -> gt.GT:

@@ -153,7 +153,7 @@ def split_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
         height=30 * len(frame),
         title=charts.title("The pull at 16k tokens, in two", run, caption),
     )
-    return charts.show(chart, "published_split", run)
+    return charts.show(chart, "published_split", run, several=True)
 
 
 def per_descriptor_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
@@ -179,7 +179,7 @@ def per_descriptor_chart(summary: pd.DataFrame, run: Run) -> charts.Shown:
     ).properties(height=28 * len(frame))
     for layer in chart.layer:
         layer.encoding.yOffset = alt.Undefined  # one point a row: nothing to set apart
-    return charts.show(chart, "published_per_descriptor", run)
+    return charts.show(chart, "published_per_descriptor", run, several=True)
 
 
 def bounds() -> dict[str, float]:
