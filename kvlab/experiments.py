@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvlab import runs
 from kvlab.errors import BadInput, Interrupted
@@ -21,21 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment: its names, what it asks, and what measuring needs."""
+    """One experiment: its name, its notebook's number, what it asks, and what measuring needs."""
 
     name: str
-    notebook: str
-    params: str
+    number: int
     question: str
     #: default parameter file under params/NAME/; empty: the experiment only replays
     default: str = ""
     #: modules that measuring imports -> the extra that brings them
     needs: tuple[tuple[str, str], ...] = ()
-
-    def model(self) -> type[Params]:
-        """Return the parameter model, a class of :mod:`kvlab.params`."""
-        model: type[Params] = getattr(importlib.import_module("kvlab.params"), self.params)
-        return model
 
     @property
     def key(self) -> str:
@@ -43,88 +37,47 @@ class Experiment:
         return self.name.replace("-", "_")
 
     @property
+    def notebook(self) -> str:
+        """The notebook's file name."""
+        return f"{self.number:02}_{self.key}.ipynb"
+
+    @property
     def notebook_path(self) -> Path:
         """The notebook's file."""
         return shared_dir("notebooks") / self.notebook
 
+    def model(self) -> type[Params]:
+        """Return the parameter model, the class of :mod:`kvlab.params` that is named after the experiment."""
+        name = self.name.title().replace("-", "")
+        model: type[Params] = getattr(importlib.import_module("kvlab.params"), name)
+        return model
+
 
 _NIXL = (("nixl", "cpu"),)
-_ENGINES = (("nixl", "cpu"), ("vllm", "gpu"))
-
-EXPERIMENTS: dict[str, Experiment] = {
-    e.name: e
-    for e in (
-        Experiment(
-            "which-transport",
-            "01_which_transport.ipynb",
-            "WhichTransport",
-            "Which transport carried the KV pull, and what in a log decides it?",
-            default="recorded",
-        ),
-        Experiment(
-            "post-vs-completion",
-            "02_post_vs_completion.ipynb",
-            "PostVsCompletion",
-            "Where does the time of a KV pull go: into issuing the reads or into waiting for the data?",
-            default="loopback",
-            needs=_NIXL,
-        ),
-        Experiment(
-            "descriptor-shape",
-            "03_descriptor_shape.ipynb",
-            "DescriptorShape",
-            "Same bytes: many small descriptors or few large ones, and what does one descriptor cost?",
-            default="loopback",
-            needs=_NIXL,
-        ),
-        Experiment(
-            "ttft-by-transport",
-            "08_ttft_by_transport.ipynb",
-            "TtftByTransport",
-            "What does the transport add to the first token, and what are the 98 seconds over TCP made of?",
-        ),
-        Experiment(
-            "tcp-tuning",
-            "05_tcp_tuning.ipynb",
-            "TcpTuning",
-            "Which TCP settings of UCX and NIXL speed a pull up, on links of which rate, and which only seem to?",
-            default="link_5gbit",
-            needs=_NIXL,
-        ),
-        Experiment(
-            "relative-to-nvlink",
-            "04_relative_to_nvlink.ipynb",
-            "RelativeToNvlink",
-            "With real engines: how do pull, post, first token and throughput compare between transports?",
-            default="cpu",
-            needs=_ENGINES,
-        ),
-        Experiment(
-            "post-stall",
-            "09_post_stall.ipynb",
-            "PostStall",
-            "Does posting a pull's reads hold up the requests that the decode engine is running?",
-            default="cpu",
-            needs=_ENGINES,
-        ),
-        Experiment(
-            "tcp-crossover",
-            "07_tcp_crossover.ipynb",
-            "TcpCrossover",
-            "From what input length does 1P1D over TCP pay against tuned replicas, and does a prediction of it hold?",
-            default="cpu",
-            needs=_ENGINES,
-        ),
-        Experiment(
-            "chunk-first",
-            "06_chunk_first.ipynb",
-            "ChunkFirst",
-            "Which prefill chunk keeps stalls short, and does 1P1D still pay against replicas tuned so?",
-            default="cpu",
-            needs=_ENGINES,
-        ),
-    )
-}
+_ENGINES = (*_NIXL, ("vllm", "gpu"))
+#: in the order of `kvlab list`
+_ALL = (
+    ("which-transport", 1, "Which transport carried the KV pull, and what in a log decides it?", "recorded"),
+    ("post-vs-completion", 2,
+     "Where does the time of a KV pull go: into issuing the reads or into waiting for the data?", "loopback", _NIXL),
+    ("descriptor-shape", 3,
+     "Same bytes: many small descriptors or few large ones, and what does one descriptor cost?", "loopback", _NIXL),
+    ("ttft-by-transport", 8,
+     "What does the transport add to the first token, and what are the 98 seconds over TCP made of?"),
+    ("tcp-tuning", 5,
+     "Which TCP settings of UCX and NIXL speed a pull up, on links of which rate, and which only seem to?",
+     "link_5gbit", _NIXL),
+    ("relative-to-nvlink", 4,
+     "With real engines: how do pull, post, first token and throughput compare between transports?", "cpu", _ENGINES),
+    ("post-stall", 9, "Does posting a pull's reads hold up the requests that the decode engine is running?",
+     "cpu", _ENGINES),
+    ("tcp-crossover", 7,
+     "From what input length does 1P1D over TCP pay against tuned replicas, and does a prediction of it hold?",
+     "cpu", _ENGINES),
+    ("chunk-first", 6,
+     "Which prefill chunk keeps stalls short, and does 1P1D still pay against replicas tuned so?", "cpu", _ENGINES),
+)  # fmt: skip
+EXPERIMENTS = {one[0]: Experiment(*one) for one in _ALL}
 
 
 def get(name: str) -> Experiment:
@@ -147,7 +100,7 @@ def require(experiment: Experiment) -> None:
 
 def name_of(params: Params) -> str:
     """Return the experiment's name that ``params`` belongs to."""
-    return next(e.name for e in EXPERIMENTS.values() if e.params == type(params).__name__)
+    return next(e.name for e in EXPERIMENTS.values() if e.model() is type(params))
 
 
 def measure(params: Params) -> runs.Run:
@@ -190,9 +143,3 @@ def recordings(name: str) -> list[Path]:
     """Return the recordings of an experiment that ship under data/, newest name last."""
     folder = shared_dir("data") / get(name).key
     return sorted(p.parent for p in folder.glob("*/manifest.json"))
-
-
-def defaults_as_code(name: str) -> dict[str, Any]:
-    """Return what a notebook's parameters cell must name: every field with its default."""
-    model = get(name).model()
-    return {k: v for k, v in model().model_dump().items() if k in model.model_fields}

@@ -6,8 +6,9 @@ import altair as alt
 import great_tables as gt
 import pandas as pd
 
-from kvlab import charts, published, runs, tables
+from kvlab import charts, published, runs
 from kvlab.runs import Run
+from kvlab.views import build
 from kvlab.views.chunk_first import GAPS, summary
 
 #: recordings from one GPU -> what they are called beside others; the last has step times
@@ -56,7 +57,7 @@ def beside_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
         .resolve_scale(x="independent", y="independent")
         .properties(title=charts.title("The same question elsewhere", run, caption))
     )
-    return charts.show(chart, "beside_published", run)
+    return charts.show(chart, "beside_published", run, several=True)
 
 
 def steps_table(*found: Run) -> gt.GT | str:
@@ -66,16 +67,6 @@ def steps_table(*found: Run) -> gt.GT | str:
         return "no step times were measured"
     keys = ["run", "arm", "prompt_tokens", "prefix_tokens", "chunk_tokens"]
     rows = pd.concat(parts).groupby(keys, as_index=False).agg(n=("step_ms", "size"), step_ms=("step_ms", "median"))
-    labels = {
-        "run": "Run",
-        "arm": "Configuration",
-        "prefix_tokens": "Tokens before",
-        "chunk_tokens": "Tokens in the step",
-    }
-    return tables.show(
-        rows,
-        "steps",
-        title="Steps that carry a chunk: fixed cost, cost a token, and attention over the prefix",
-        labels=labels | {"n": "Seen", "step_ms": "Median step (ms)"},
-        decimals={"prefix_tokens": 0, "chunk_tokens": 0, "step_ms": 1},
-    )
+    title = "Steps that carry a chunk: fixed cost, cost a token, and attention over the prefix"
+    columns, step = "run arm prefix_tokens chunk_tokens n step_ms", "Median step (ms)"
+    return build.table(rows, "steps", title, columns, arm="Configuration", n="Seen", step_ms=step)

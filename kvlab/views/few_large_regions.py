@@ -15,9 +15,7 @@ from kvlab import charts, published, runs
 from kvlab.analysis import cost
 from kvlab.runs import Run
 from kvlab.views import descriptor_shape as shape
-from kvlab.views.published_split import NVLINK, ROCE, VLLM_THREADS, at_16k
-
-_FIGURES = "other_figures"
+from kvlab.views.published_split import NVLINK, ROCE, VLLM_THREADS, at_16k, h200_alone, one_thread
 
 
 @cache
@@ -85,7 +83,7 @@ def chart(pair: list[Run]) -> charts.Shown:
     )
     heading = charts.title("The published pull, had the connector handed over fewer regions", None, caption)
     drawn = drawn.properties(width=charts.WIDTH, height=300, title=heading)
-    return charts.show(drawn, "few_large_regions", pair[0])
+    return charts.show(drawn, "few_large_regions", pair[0], several=True)
 
 
 def vllm_table(pair: list[Run]) -> gt.GT:
@@ -94,11 +92,9 @@ def vllm_table(pair: list[Run]) -> gt.GT:
     fit, rows = threaded(pair)[1], []
     for r in frame.to_dict("records"):
         said = cost.predict(fit, r["descriptors_per_pull"], r["mib_per_pull"] * 2**20).to_dict("records")[0]
-        row = {
-            "Config": f"{r['config']}, {r['block_size']} tokens a block",
-            "Prompt": charts.lengths(r["prompt_tokens"]),
-        }
-        row |= {"Descriptors": f"{r['descriptors_per_pull']:,}", "MiB": f"{r['mib_per_pull']:,}"}
+        row = {"Config": f"{r['config']}, {r['block_size']} tokens a block"}
+        row |= {"Prompt": charts.lengths(r["prompt_tokens"]), "Descriptors": f"{r['descriptors_per_pull']:,}"}
+        row |= {"MiB": f"{r['mib_per_pull']:,}"}
         for part, gap in (("post", ""), ("xfer", " ")):
             row[f"{'Pull' if gap else 'Post'} (ms)"] = f"{r[f'{part}_ms']:.1f}"
             row[f"by the model{gap}"] = shape.span(*(said[f"{part}{e}_us"] / 1e3 for e in ("", "_low", "_high")))
@@ -124,7 +120,7 @@ def knobs_table(pair: list[Run]) -> gt.GT:
     """Show what real settings do to the count of descriptors, and what came of it, each with its status."""
     rows: list[tuple[Any, ...]] = []
     hand = "measured by hand, vLLM 0.23.0, H200"
-    vllm = published.load("h200_vllm_pulls").query("in_flight == 1 and prompt_tokens == 16384").set_index("config")
+    vllm = h200_alone()
     for knob, config in (("block size 16 → 128 tokens", "blk128"), ("cross-layer blocks, FLASH_ATTN", "xlayer")):
         a, b = vllm.loc["cuda_ipc"], vllm.loc[config]
         for effect, c in (("pull at 16k (ms)", "xfer_ms"), ("TTFT at 16k (s)", "ttft_p50_s")):
@@ -136,13 +132,12 @@ def knobs_table(pair: list[Run]) -> gt.GT:
         rows.append((knob, *n, effect, a["value"], b["value"], f"{a['status']}, {a['source']}"))
     for run in pair:
         seen = shape.pulls(run).query("not warmup and variation in ('plain', 'contiguous')")
-        seen = seen.groupby(["arm", "bytes", "descriptor_bytes", "variation"])[["descriptors", "xfer_us"]].median()
-        if "contiguous" not in seen.index.unique("variation"):
-            continue
-        both = seen.unstack("variation").dropna().groupby("arm", sort=False).head(1)
-        for arm, r in both.droplevel(["bytes", "descriptor_bytes"]).iterrows():
-            n = [r["descriptors", v] for v in ("plain", "contiguous")]
-            times = [r["xfer_us", v] / 1e3 for v in ("plain", "contiguous")]
+        cells = seen.groupby(["arm", "bytes", "descriptor_bytes", "variation"])[["descriptors", "xfer_us"]].median()
+        both = cells.unstack("variation").dropna() if (seen["variation"] == "contiguous").any() else cells.head(0)
+        first = both.groupby("arm", sort=False).head(1).droplevel(["bytes", "descriptor_bytes"])
+        for arm, r in first.iterrows():
+            n, times = ([r[c, v] for v in ("plain", "contiguous")] for c in ("descriptors", "xfer_us"))
+            times = [t / 1e3 for t in times]
             rows.append(("contiguous allocation", *n, f"pull (ms), {arm}", *times, f"measured, {run.id}"))
     p = [f.theta[1] for f in threaded(pair)]
     knob = f"{VLLM_THREADS} NIXL threads, from {shape.SPLIT_AT:,} descriptors"
@@ -164,8 +159,7 @@ def knobs_table(pair: list[Run]) -> gt.GT:
 def cost_rows() -> list[dict[str, str]]:
     """Return published and hand-made costs of a descriptor as rows of the cost table."""
     other = published.load("other_figures").set_index("quantity")["value"]
-    two = published.load("h200_pulls").query("descriptors == 4279 and payload_transport == 'cuda_ipc'").iloc[0]
-    vllm = published.load("h200_vllm_pulls").query("in_flight == 1 and prompt_tokens == 16384").iloc[0]
+    two, vllm = one_thread(), h200_alone().iloc[0]
     said = (
         ("B300 (study)", "cuda_ipc over NVLink", "not given", at_16k("post_per_descriptor"), "published"),
         ("B300 (study)", "rc_mlx5 over RoCE", "not given", at_16k("post_per_descriptor", ROCE), "published"),

@@ -6,9 +6,10 @@ import altair as alt
 import great_tables as gt
 import pandas as pd
 
-from kvlab import charts, tables
+from kvlab import charts
 from kvlab.analysis.readings import MISTAKEN, READ, mistakes, readings
 from kvlab.runs import Run, safe_name
+from kvlab.views import build
 
 _WHAT = {
     "first table in the log": "the table that stands first belongs to whatever endpoint was set up first",
@@ -33,19 +34,8 @@ def answers(run: Run) -> gt.GT:
     frame = run.table("verdicts").copy()
     frame["transport"] = frame["transport"].where(frame["transport"].notna(), "not determined")
     frame["emulation"] = frame["emulated"].map({True: "yes", False: "no"})
-    return tables.show(
-        frame,
-        "answers",
-        title="What carried the pull",
-        labels={
-            "arm": "Log",
-            "transport": "Transport",
-            "devices": "Devices",
-            "emulation": "Software emulation",
-            "evidence": "Where it says so",
-            "verdict": "In words",
-        },
-    )
+    columns = "arm transport devices emulation evidence verdict"
+    return build.table(frame, "answers", "What carried the pull", columns, arm="Log")
 
 
 def readings_chart(run: Run) -> charts.Shown:
@@ -79,17 +69,7 @@ def mistakes_table(run: Run) -> gt.GT:
     """Show in how many logs each mistaken reading names another transport."""
     frame = mistakes(readings(run.table("transports"), run.table("verdicts")))
     frame["what"] = frame["reading"].map(_WHAT)
-    return tables.show(
-        frame,
-        "mistakes",
-        title="How often the other readings are wrong",
-        labels={
-            "reading": "What is taken for evidence",
-            "possible": "Logs that have it",
-            "wrong": "Names another transport",
-            "what": "What it really is",
-        },
-    )
+    return build.table(frame, "mistakes", "How often the other readings are wrong", "reading possible wrong what")
 
 
 def rows_table(run: Run) -> gt.GT:
@@ -101,21 +81,8 @@ def rows_table(run: Run) -> gt.GT:
     keys = ["arm", "sizes", "description", "config", "endpoint", "decides"]
     counted = frame.groupby(keys, sort=False, as_index=False).agg(tables=("line", "size"), line=("line", "min"))
     counted["decides"] = counted["decides"].map({True: "yes", False: ""})
-    return tables.show(
-        counted,
-        "rows",
-        title="The remote memory read tables, row by row",
-        labels={
-            "arm": "Log",
-            "sizes": "Message size (bytes)",
-            "description": "Protocol",
-            "config": "Lanes",
-            "endpoint": "Peer",
-            "tables": "Tables",
-            "line": "First line",
-            "decides": "Covers the descriptors",
-        },
-    )
+    columns = "arm sizes description config endpoint tables line decides"
+    return build.table(counted, "rows", "The remote memory read tables, row by row", columns, arm="Log")
 
 
 def _sizes(low: float, high: float) -> str:
