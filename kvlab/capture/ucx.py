@@ -14,13 +14,15 @@ running here, 1.13 from its documentation; source: ``src/ucp/proto/proto_debug.c
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.capture import counter_text, logs
-from kvlab.capture.carrier import ALIASES, KNOWN_TRANSPORTS, Pull, agrees, decide, known_transport
+from kvlab.capture.carrier import ALIASES, COPIES, KNOWN_TRANSPORTS, Pull, agrees, decide, known_transport
 from kvlab.capture.vllm import kv_metrics
 
 if TYPE_CHECKING:
@@ -65,18 +67,13 @@ class Row:
     @property
     def staged(self) -> bool:
         """Whether the bytes go through a bounce buffer (a copy engine or fragments in host memory)."""
-        return bool(_STAGED.search(self.description)) or any(
-            x.transport in _COPY for x in self.lanes if len(self.lanes) > 1
-        )
+        copied = len(self.lanes) > 1 and any(x.transport in COPIES for x in self.lanes)
+        return copied or _STAGED.search(self.description) is not None
 
     @property
     def transports(self) -> tuple[str, ...]:
         """The transports of the lanes, in order, each once."""
         return tuple(dict.fromkeys(x.transport for x in self.lanes))
-
-    def covers(self, size: int) -> bool:
-        """Tell whether a message of ``size`` bytes takes this row."""
-        return self.min_bytes <= size and (self.max_bytes is None or size <= self.max_bytes)
 
 
 @dataclass(slots=True)
@@ -106,7 +103,8 @@ class Table:
 
     def row_for(self, size: int) -> tuple[Row, int] | None:
         """Return the row that covers ``size`` bytes with its line, or None."""
-        return next(((r, n) for r, n in self.rows if r.covers(size)), None)
+        fits = ((r, n) for r, n in self.rows if r.min_bytes <= size and (r.max_bytes is None or size <= r.max_bytes))
+        return next(fits, None)
 
     def document(self) -> dict[str, Any]:
         """Return the table as the JSON document has it."""
@@ -126,7 +124,6 @@ class Table:
 # ---------------------------------------------------------------------------------------------- one line
 
 _STAGED = re.compile(r"\b(?:(?:cuda|rocm|ze)_copy|gdr_copy|frag(?:ment\w*)? (?:host|cuda|rocm|ze)|pipeline)\b")
-_COPY = {"cuda_copy", "gdr_copy", "rocm_copy", "ze_copy"}
 #: [host:pid:thread] of UCX's own log, after its time stamp; else with a letter, since [12:30:45] is a time
 _BRACKETS = [
     re.compile(before + r":(\d+)\s*:(\w+)\s*\]")
@@ -258,6 +255,8 @@ class Item:
     open: bool = False
     #: whether the thread is known by UCX's own bracket
     bracket: bool = False
+    #: what a line outside tables says, see :func:`_loose`
+    loose: tuple[tuple[str, Any], ...] = ()
     #: what the thread has open; kept here because the same line comes again and again
     state: _Thread | None = None
 
@@ -286,7 +285,8 @@ def parse(text: str) -> Item:
         operation = (found[1], attributes, _memory(found[3]), _memory(found[4]))
 
     def item(kind: int, data: Any = None, unfinished: bool = False) -> Item:
-        return Item(kind, key, text, data, unfinished, bracket is not None)
+        loose = _loose(text) if kind in (NOTHING, OTHER_ROW) else ()
+        return Item(kind, key, text, data, unfinished, bracket is not None, loose)
 
     if cfg and not found and (groups := _LANE_GROUP.findall(body, cfg.end())):
         return item(LANES, (config, _lane_groups(groups, body[cfg.end() :])))
@@ -301,14 +301,10 @@ def parse(text: str) -> Item:
         return item(ONE_LINE, (config, operation, row), short) if row else item(HEADER, (config, operation), short)
     if "Range" in cells and "Description" in cells:
         return item(SKIP)
-    if endpoint := _ENDPOINT.search(body):
+    if (endpoint := _ENDPOINT.search(body)) or "Available Transports" in body:
         return item(OTHER_TITLE, endpoint)
-    if "Available Transports" in body:
-        return item(OTHER_TITLE)
-    if cfg:
-        return item(TITLE, config, short)
-    if row:
-        return item(ROW, row, short)
+    if cfg or row:
+        return item(TITLE, config, short) if cfg else item(ROW, row, short)
     return item(OTHER_ROW, cells[1:-1] if terminated else cells[1:], short)
 
 
@@ -320,6 +316,23 @@ def _lane_groups(groups: list[tuple[str, str]], rest: str) -> dict[str, list[str
     loose = re.findall(rf"(?<!no )\b({_RESOURCE})", re.sub(r"\([^()]*\)", " ", rest))
     outside = [t for t in loose if t not in inside and f"no {t}" not in rest]
     return found | ({"other": outside} if outside else {})
+
+
+def _loose(text: str) -> tuple[tuple[str, Any], ...]:
+    """Return what a line outside tables says, each with the name of the method of :class:`_Reader` that takes it."""
+    at = text.find("KV Transfer metrics:")
+    if at >= 0 and (metrics := kv_metrics(_RUN.sub("", text[at : at + 1500]))) is not None:
+        return (("metrics", metrics),)
+    if found := _EVENT.search(text):
+        return (("telemetry", found.groups()),)
+    if counter_text.LINE.search(text):
+        return (("counter", None),)
+    said: list[tuple[str, Any]] = [("memory", found[1])] if (found := _BUFFER.search(text)) else []
+    if "(set UCX_WARN" not in text:
+        said += [("variable", pair) for pair in _ENV.findall(text)]
+    if symptom := logs.symptom(text):
+        said.append(("symptom", symptom))
+    return tuple(said)
 
 
 # ---------------------------------------------------------------------------------------------- one log
@@ -334,44 +347,45 @@ class _Thread:
     other: Any = None
 
 
+@dataclass(eq=False)
 class Evidence:
     """Everything that was read; :meth:`document` gives it as plain data, :attr:`pull` what it comes to."""
 
-    def __init__(
-        self, descriptor_bytes: int | None = None, local: str | None = None, remote: str | None = None
-    ) -> None:
-        self.descriptor_bytes, self.local, self.remote = descriptor_bytes, local, remote
-        self.tables: dict[tuple[Any, ...], Table] = {}
-        self.lanes: list[dict[str, Any]] = []
-        self.available: list[dict[str, Any]] = []
-        self.kv_metrics: list[dict[str, Any]] = []
-        self.problems: list[dict[str, Any]] = []
-        self.totals: dict[str, int] = {}
-        self.environment: dict[str, list[dict[str, Any]]] = {}
-        self.telemetry: dict[str, dict[str, int]] = {}
-        self.telemetry_pulls: list[dict[str, int]] = []
-        self.files: list[str] = []
-        self.lines_read = 0
-        #: smallest and largest mean descriptor size of vLLM's lines, in bytes
-        self.kv_sizes: list[float] = []
-        #: sums over all successful transfers: count, ms, post ms, MiB, descriptors
-        self.kv_sums = [0.0] * 5
-        self.buffer_device: str | None = None
-        self.deciding: list[tuple[Table, Row, int]] = []
-        self._pull: Pull | None = None
+    descriptor_bytes: int | None = None
+    local: str | None = None
+    remote: str | None = None
+    tables: dict[tuple[Any, ...], Table] = field(default_factory=dict)
+    lanes: list[dict[str, Any]] = field(default_factory=list)
+    available: list[dict[str, Any]] = field(default_factory=list)
+    kv_metrics: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    totals: dict[str, int] = field(default_factory=dict)
+    environment: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    telemetry: dict[str, dict[str, int]] = field(default_factory=dict)
+    telemetry_pulls: list[dict[str, int]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    lines_read: int = 0
+    #: smallest and largest mean descriptor size of vLLM's lines, in bytes
+    kv_sizes: list[float] = field(default_factory=list)
+    #: sums over all successful transfers: count, ms, post ms, MiB, descriptors
+    kv_sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    buffer_device: str | None = None
+    deciding: list[tuple[Table, Row, int]] = field(default_factory=list)
 
-    # -- taking in
-
-    def count(self, kind: str, by: int = 1) -> int:
+    def count(self, kind: str) -> int:
         """Count one more of ``kind`` and return how many there are."""
-        self.totals[kind] = self.totals.get(kind, 0) + by
+        self.totals[kind] = self.totals.get(kind, 0) + 1
         return self.totals[kind]
 
     def problem(self, code: str, line: int | None, text: str, advice: str | None = None, **more: Any) -> None:
         """Keep a problem, the first 1,000 of each code."""
-        if self.count(f"problem {code}") <= KEEP:
-            entry = {"code": code, "line": line, "text": text.strip()[:500]}
-            self.problems.append({**entry, "advice": advice or logs.ADVICE.get(code, ""), **more})
+        entry = {"code": code, "line": line, "text": text.strip()[:500]}
+        self.keep(self.problems, f"problem {code}", {**entry, "advice": advice or logs.ADVICE.get(code, ""), **more})
+
+    def keep(self, kept: list[Any], kind: str, entry: dict[str, Any]) -> None:
+        """Append the first 1,000 of a kind; its total goes on counting."""
+        if self.count(kind) <= KEEP:
+            kept.append(entry)
 
     def add(self, table: Table) -> None:
         """Take a finished table; one that was seen before only counts."""
@@ -388,30 +402,20 @@ class Evidence:
         elif self.count("read tables" if table.is_read else "other tables") <= KEEP:
             self.tables[signature] = table
 
-    # -- giving out
-
-    @property
+    @functools.cached_property
     def pull(self) -> Pull:
         """What carried the pull."""
-        if self._pull is None:
-            self._pull = decide(self)
-        return self._pull
+        return decide(self)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document that ``kvlab explain --json`` prints; everything in it is plain data."""
-        pull = self.pull
-        return {
-            "protocols": [t.document() for t in self.tables.values()],
-            "lanes": self.lanes,
-            "kv_metrics": self.kv_metrics,
-            "problems": sorted(self.problems, key=lambda p: p["line"] or 0),
-            "pull": vars(pull),
-            "available": self.available,
-            "environment": self.environment,
-            "telemetry": {"events": self.telemetry, "pulls": self.telemetry_pulls, "pairing": "by order"},
-            "totals": self.totals,
-            "files": self.files,
-        }
+        pull = self.pull  # notes problems
+        names = ("lanes", "kv_metrics", "problems", "pull", "available", "environment", "telemetry", "totals", "files")
+        telemetry = {"events": self.telemetry, "pulls": self.telemetry_pulls, "pairing": "by order"}
+        problems = sorted(self.problems, key=lambda p: p["line"] or 0)
+        said = {"problems": problems, "pull": vars(pull), "telemetry": telemetry}
+        tables = {"protocols": [t.document() for t in self.tables.values()]}
+        return tables | {name: said.get(name, getattr(self, name)) for name in names}
 
 
 class _Reader:
@@ -427,37 +431,14 @@ class _Reader:
         self.counters: list[tuple[int, str]] = []
 
     def take(self, lines: Iterable[tuple[int, bytes]]) -> None:
-        """Take the candidate lines of the file (the hot loop: about a microsecond a line)."""
+        """Take the candidate lines of the file (the hot loop: about two microseconds a line)."""
         known = self.cache.get
         for number, raw in lines:
-            # The same line comes again with another time stamp: what it says is looked up after the stamp.
-            at = raw.find(b"] [")
-            item = known(raw[at + 2 :] if at >= 0 else raw[raw.find(b"]") + 1 :] if raw[:1] == b"[" else raw)
+            item = known(_content(raw))
             if item is None or self.hanging:
                 self.line(number, raw)
-                continue
-            kind = item.kind
-            if kind == SKIP:
-                continue
-            if kind in (ROW, BORDER):
-                state = item.state
-                if state is not None and state.other is None:
-                    table = state.table
-                    rows = table.rows if table else None
-                    if kind == BORDER:
-                        if rows:
-                            self.close(state)
-                        continue
-                    row = item.data
-                    if rows is not None and not item.open and not row.truncated:
-                        last = rows[-1][0].max_bytes if rows else -1
-                        if last is not None and row.min_bytes > last and len(rows) < KEEP:
-                            rows.append((row, number))
-                            continue
-            if item.open:
-                self.hanging = (number, raw, item)
-            else:
-                self.feed(number, item)
+            elif item.kind != SKIP:
+                self.settle(number, raw, item)
 
     def line(self, number: int, raw: bytes) -> None:
         """Take one line that was not seen before, or that follows one that stopped short."""
@@ -467,26 +448,30 @@ class _Reader:
             return
         if self.hanging and self.joined(number, raw):
             return
-        at = raw.find(b"] [")
-        content = raw[at + 2 :] if at >= 0 else raw[raw.find(b"]") + 1 :] if raw[:1] == b"[" else raw
+        content = _content(raw)
         item = self.cache.get(content)
         if item is None:
-            if at >= 0 and len(pieces := _SPLICE.split(raw)) > 1 + (not _SPLICE.match(raw)):
+            stamped = b"] [" in raw
+            if stamped and len(pieces := _SPLICE.split(raw)) > 1 + (not _SPLICE.match(raw)):
                 for piece in filter(None, pieces):  # another thread's line broke into this one
                     self.line(number, piece)
                 return
             item = parse(logs.clean(raw))
-            if not _interesting(item):
+            idle = item.kind == NOTHING or (item.kind == OTHER_ROW and item.text.count("|") < 3)
+            if idle and not (item.loose or item.open):
                 item.kind, item.text = SKIP, ""
-            if len(raw) < 1000 and (item.bracket or content is raw or (at < 0 and _STAMP.match(raw))):
+            if len(raw) < 1000 and (item.bracket or content is raw or (not stamped and _STAMP.match(raw))):
                 if len(self.cache) > 20_000:
                     self.cache.clear()
                 self.cache[content] = item
-        if item.kind != SKIP:
-            if item.open:
-                self.hanging = (number, raw, item)
-            else:
-                self.feed(number, item)
+        self.settle(number, raw, item)
+
+    def settle(self, number: int, raw: bytes, item: Item) -> None:
+        """Take a parsed line now, or when it is known whether the next one carries it on."""
+        if item.open:
+            self.hanging = (number, raw, item)
+        elif item.kind != SKIP:
+            self.feed(number, item)
 
     def joined(self, number: int, raw: bytes) -> bool:
         """Settle the line that stopped short: joined with ``raw`` (True), or taken as it is."""
@@ -496,21 +481,17 @@ class _Reader:
         if number == start + 1 and len(head) < logs.LINE_MAX and _carries_on(raw):
             again = parse(logs.clean(head + raw))
             if again.kind != OTHER_ROW and (not again.open or again.kind == item.kind):
-                if again.open:
-                    self.hanging = (number, head + raw, again)
-                else:
-                    self.feed(start, again)
+                self.settle(number if again.open else start, head + raw, again)
                 return True
         self.feed(start, item)
         return False
 
     def feed(self, number: int, item: Item) -> None:
         """Take one parsed line into its thread's state."""
-        kind, text = item.kind, item.text
+        kind, text, state = item.kind, item.text, item.state
         if kind == NOTHING:
-            self.other(number, text)
+            self.say(number, item)
             return
-        state = item.state
         if state is None:
             if len(self.threads) > 10_000:  # a hostile log must not grow the memory
                 self.finish_threads()
@@ -550,16 +531,15 @@ class _Reader:
             self.keep_lanes(number, item.key, *item.data)
         elif kind == OTHER_TITLE:
             self.close(state)
-            found = item.data
             state.other = ("available", None)
-            if found:
+            if found := item.data:
                 lanes: dict[str, list[str]] = {}
                 self.keep_lanes(number, item.key, (found[2], found[3], int(found[1][:9])), lanes)
                 state.other = (lanes, "")
         elif kind == OTHER_ROW and state.other:
             self.other_row(number, state, item.data)
         elif kind == OTHER_ROW:
-            self.other(number, text)
+            self.say(number, item)
 
     def append(self, table: Table, row: Row, number: int, text: str) -> None:
         if len(table.rows) < KEEP:
@@ -585,7 +565,7 @@ class _Reader:
             self.hanging = None
             self.feed(start, item)
         self.finish_threads()
-        self.flush_telemetry()
+        self.end_pull()
         lines = dict(self.counters)
         for code, number, advice in counter_text.findings(counter_text.read(self.counters)):
             self.evidence.problem(code, number, lines[number], advice)
@@ -598,20 +578,21 @@ class _Reader:
         known = next((x for x in self.evidence.lanes[-20:] if same.items() <= x.items()), None) if lanes else None
         if known:
             known["count"] += 1
-        elif self.evidence.count("lanes") <= KEEP:
-            self.evidence.lanes.append({**same, "line": number, "count": 1})
+        else:
+            self.evidence.keep(self.evidence.lanes, "lanes", {**same, "line": number, "count": 1})
 
     def other_row(self, number: int, state: _Thread, cells: list[str]) -> None:
         what, before = state.other
         if what == "available" and len(cells) == 4 and cells[0] != "Type":
             cells = [c or b for c, b in zip(cells, before or cells, strict=True)] if before else cells
             state.other = (what, [*cells[:2], "", ""])
-            found = re.findall(r"([+-]) (\S+)", cells[2])
-            if found and self.evidence.count("available") <= KEEP:
-                devices = [{"device": d, "enabled": s == "+"} for s, d in re.findall(r"([+-]) (\S+)", cells[3])]
-                entry = {"type": cells[0], "component": cells[1], "transport": found[0][1]}
-                entry |= {"enabled": found[0][0] == "+", "devices": devices, "line": number}
-                self.evidence.available.append(entry)
+            transports, devices = (
+                [{name: x, "enabled": sign == "+"} for sign, x in re.findall(r"([+-]) (\S+)", cell)]
+                for name, cell in (("transport", cells[2]), ("device", cells[3]))
+            )
+            if transports:
+                entry = {"type": cells[0], "component": cells[1], **transports[0], "devices": devices, "line": number}
+                self.evidence.keep(self.evidence.available, "available", entry)
         elif isinstance(what, dict) and len(cells) == 4 and cells[0] != "Transport":
             transport = cells[0] or before
             state.other = (what, transport)
@@ -619,65 +600,65 @@ class _Reader:
                 lanes = what.setdefault(kind, [])
                 lanes += [f"{transport}/{cells[1].split(' (')[0]}"] if len(lanes) < 64 else []
 
-    def other(self, number: int, text: str) -> None:
-        """Take a line that is no part of a table: metrics, telemetry, variables, symptoms."""
-        evidence = self.evidence
-        at = text.find("KV Transfer metrics:")
-        if at >= 0 and (metrics := kv_metrics(_RUN.sub("", text[at : at + 1500]))) is not None:
-            size, descriptors = metrics["avg_mb_per_transfer"], metrics["avg_number_of_descriptors"]
-            if metrics["num_successful_transfers"] != 0 and size and descriptors:
-                each = size * 2**20 / descriptors
-                evidence.kv_sizes = [min([*evidence.kv_sizes, each]), max([*evidence.kv_sizes, each])]
-            weight = metrics["num_successful_transfers"] or 0
-            fields = ("avg_xfer_time_ms", "avg_post_time_ms", "avg_mb_per_transfer", "avg_number_of_descriptors")
-            values = [1, *(metrics[f] for f in fields)]
-            if weight and None not in values:
-                evidence.kv_sums = [a + weight * b for a, b in zip(evidence.kv_sums, values, strict=True)]
-            if metrics["failed_interval"]:
-                evidence.problem("failed-interval", number, text)
-            if evidence.count("kv_metrics") <= KEEP:
-                evidence.kv_metrics.append({"line": number, "file": self.file, **metrics})
-            return
-        if found := _EVENT.search(text):
-            if found[1] == "Event":
-                self.event = found[2]
-            elif self.event and found[2].isdecimal():
-                self.telemetry(self.event, int(found[2][:18]))
-                self.event = ""
-            return
-        if counter_text.LINE.search(text):
-            self.counters += [(number, text[:300])] if len(self.counters) < KEEP else []
-            return
-        if found := _BUFFER.search(text):
-            evidence.buffer_device = found[1]
-        for name, value in [] if "(set UCX_WARN" in text else _ENV.findall(text):
-            values = evidence.environment.setdefault(name, []) if len(evidence.environment) < KEEP else []
-            value = value.strip("'\"")[:300]
-            seen = "env variables:" in text
-            if len(values) < 20 and not any(v["value"] == value and v["seen_by_ucx"] == seen for v in values):
-                values.append({"value": value, "line": number, "file": self.file, "seen_by_ucx": seen})
-        found_symptom = logs.symptom(text)
-        if found_symptom:
-            code, advice = found_symptom
-            more = {"reasons": logs.reasons(text)} if code == "no-active-message-transport" else {}
-            evidence.problem(code, number, text, advice, **more)
+    def say(self, number: int, item: Item) -> None:
+        """Take what a line outside tables says; :func:`_loose` names the methods below."""
+        for what, said in item.loose:
+            getattr(self, what)(number, item.text, said)
 
-    def telemetry(self, event: str, value: int) -> None:
+    def metrics(self, number: int, text: str, metrics: dict[str, Any]) -> None:
+        evidence = self.evidence
+        transfers, size = metrics["num_successful_transfers"], metrics["avg_mb_per_transfer"]
+        descriptors = metrics["avg_number_of_descriptors"]
+        if transfers != 0 and size and descriptors:
+            each = size * 2**20 / descriptors
+            evidence.kv_sizes = [min([*evidence.kv_sizes, each]), max([*evidence.kv_sizes, each])]
+        values = [1, metrics["avg_xfer_time_ms"], metrics["avg_post_time_ms"], size, descriptors]
+        if transfers and None not in values:
+            evidence.kv_sums = [a + transfers * b for a, b in zip(evidence.kv_sums, values, strict=True)]
+        if metrics["failed_interval"]:
+            evidence.problem("failed-interval", number, text)
+        evidence.keep(evidence.kv_metrics, "kv_metrics", {"line": number, "file": self.file, **metrics})
+
+    def telemetry(self, number: int, text: str, said: tuple[str, str]) -> None:
         """Count an event of NIXL's telemetry reader; four of them in a row are one pull, by order alone."""
-        if event not in self.evidence.telemetry and len(self.evidence.telemetry) >= KEEP:
+        if said[0] == "Event":
+            self.event = said[1]
             return
-        sums = self.evidence.telemetry.setdefault(event, {"count": 0, "sum": 0})
-        sums["count"], sums["sum"] = sums["count"] + 1, sums["sum"] + value
-        name = _TELEMETRY.get(event)
-        if name == "post_us":
-            self.flush_telemetry()
+        event, sums = self.event, self.evidence.telemetry
+        if not event or not said[1].isdecimal():
+            return
+        self.event, value = "", int(said[1][:18])
+        if event not in sums and len(sums) >= KEEP:
+            return
+        total = sums.setdefault(event, {"count": 0, "sum": 0})
+        total["count"], total["sum"] = total["count"] + 1, total["sum"] + value
+        if (name := _TELEMETRY.get(event)) == "post_us":
+            self.end_pull()
         if name:
             self.pending.setdefault(name, value)
 
-    def flush_telemetry(self) -> None:
-        if "xfer_us" in self.pending and self.evidence.count("telemetry pulls") <= KEEP:
-            self.evidence.telemetry_pulls.append(self.pending)
+    def end_pull(self) -> None:
+        if "xfer_us" in self.pending:
+            self.evidence.keep(self.evidence.telemetry_pulls, "telemetry pulls", self.pending)
         self.pending = {}
+
+    def counter(self, number: int, text: str, _: None) -> None:
+        if len(self.counters) < KEEP:
+            self.counters.append((number, text[:300]))
+
+    def memory(self, number: int, text: str, device: str) -> None:
+        self.evidence.buffer_device = device
+
+    def variable(self, number: int, text: str, said: tuple[str, str]) -> None:
+        environment = self.evidence.environment
+        values = environment.setdefault(said[0], []) if len(environment) < KEEP else []
+        entry = {"value": said[1].strip("'\"")[:300], "seen_by_ucx": "env variables:" in text}
+        if len(values) < 20 and not any(entry.items() <= v.items() for v in values):
+            values.append({"value": entry["value"], "line": number, "file": self.file, **entry})
+
+    def symptom(self, number: int, text: str, said: tuple[str, str]) -> None:
+        more = {"reasons": logs.reasons(text)} if said[0] == "no-active-message-transport" else {}
+        self.evidence.problem(said[0], number, text, said[1], **more)
 
 
 _SPLICE = re.compile(rb"(?<=\S)\s*(?=\[\d{9,10}\.\d{6}\] \[[^\]]+:\d+\s*:\w+\])")
@@ -694,21 +675,10 @@ _TELEMETRY = {
 }
 
 
-def _interesting(item: Item) -> bool:
-    """Tell whether a line must be looked at each time that it comes; the answer is kept."""
-    text = item.text
-    if item.kind not in (NOTHING, OTHER_ROW):
-        return True
-    if item.kind == OTHER_ROW and (item.open or text.count("|") > 2):
-        return True
-    return bool(
-        "KV Transfer metrics" in text
-        or _EVENT.search(text)
-        or counter_text.LINE.search(text)
-        or _BUFFER.search(text)
-        or _ENV.search(text)
-        or logs.symptom(text)
-    )
+def _content(raw: bytes) -> bytes:
+    """Return a line without its time stamp: the same words come again and again."""
+    at = raw.find(b"] [")
+    return raw[at + 2 :] if at >= 0 else raw[raw.find(b"]") + 1 :] if raw[:1] == b"[" else raw
 
 
 def _carries_on(raw: bytes) -> bool:
@@ -733,19 +703,13 @@ def read(
     :param remote: memory kind of the side that is read
     :raises BadInput: when a source cannot be opened
     """
-    evidence = Evidence(
-        descriptor_bytes,
-        local and _MEMORY_KINDS.get(local, local),
-        remote and _MEMORY_KINDS.get(remote, remote),
-    )
+    local, remote = (_MEMORY_KINDS.get(kind or "", kind) for kind in (local, remote))
+    evidence = Evidence(descriptor_bytes, local, remote)
     for source in logs.as_list(sources):
-        log = logs.Input(source)
-        evidence.files.append(log.name)
-        reader = _Reader(evidence, log.name)
-        try:
+        with contextlib.closing(logs.Input(source)) as log:
+            evidence.files.append(log.name)
+            reader = _Reader(evidence, log.name)
             reader.take(log.candidates())
-        finally:
-            log.close()
         reader.finish()
         evidence.lines_read += log.lines
         if log.damage:
@@ -759,21 +723,14 @@ def transport_rows(evidence: Evidence, arm: str, process: str) -> pd.DataFrame:
 
     _ = evidence.pull
     deciding = {(id(t), n) for t, _, n in evidence.deciding}
+    of_table = ("locality", "local", "remote")
+    of_row = ("min_bytes", "max_bytes", "description", "config", "selections")
     rows = [
         {
-            "arm": arm,
-            "process": process,
-            "host": table.key[0],
-            "pid": table.key[1],
+            **{"arm": arm, "process": process, "host": table.key[0], "pid": table.key[1]},
             "operation": table.operation + (f"({','.join(table.attributes)})" if table.attributes else ""),
-            "locality": table.locality,
-            "local": table.local,
-            "remote": table.remote,
-            "min_bytes": row.min_bytes,
-            "max_bytes": row.max_bytes,
-            "description": row.description,
-            "config": row.config,
-            "selections": row.selections,
+            **{name: getattr(table, name) for name in of_table},
+            **{name: getattr(row, name) for name in of_row},
             "transport": "+".join(row.transports) or None,
             "emulated": row.emulated,
             "decides": (id(table), line) in deciding,
