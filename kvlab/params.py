@@ -151,18 +151,21 @@ class TtftByTransport(Experiment):
 
 
 class OnRay(Strict):
-    """Where on a Ray cluster an experiment's processes run; each of ``nodes`` actors holds one bundle of resources."""
+    """Where on a Ray cluster an experiment's processes run; each of ``nodes`` bundles of resources lies on one node."""
 
     #: of a running cluster, HOST:PORT; empty: RAY_ADDRESS, else the one on this machine
     address: Text = ""
-    #: ``spread``: every actor on a node of its own; ``pack``: all on one node
+    #: ``spread``: every bundle on a node of its own; ``pack``: all on one node
     place: Literal["spread", "pack"] = "spread"
-    #: pulls only: with more than two every node pulls from every other one
+    #: pulls: with more than two every node pulls from every other one; engines: a third takes router and load generator
     nodes: Annotated[int, BeforeValidator(_not_bool), Field(ge=2)] = 2
-    #: of each bundle; GPUs None: as many as the engine has, or one where the KV lies on GPUs
+    #: of each engine, or a bundle's agents; GPUs None: as many as the engine has, or one where the KV lies on GPUs
     cpus: NotNegative = 1
     gpus: Whole | None = None
     resources: Annotated[dict[Text, Positive], BeforeValidator(_structured)] = {}
+    #: of the router and of the load generator, beside the prefill engine or on a third node
+    router_cpus: NotNegative = 1
+    load_cpus: NotNegative = 1
     #: seconds to wait for room in the cluster
     wait_s: Positive = 60
 
@@ -301,7 +304,7 @@ class RelativeToNvlink(EngineParams):
     starts: Count = 1
     #: prompts of the answer check at the first start of each arm; 0 leaves it out
     answer_prompts: Whole = 3
-    #: prefill and decode engine on a node each
+    #: prefill and decode engine on a node each, router and load generator beside the prefill engine
     ray: Ray = None
     #: ``client``: kvlab does prefill and decode requests itself and tells them apart; ``router``: vllm-router;
     #: ``dynamo``: Dynamo's frontend, and its workers in place of the engines, which leaves the answer check out

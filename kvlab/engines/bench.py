@@ -104,6 +104,8 @@ def main() -> None:
             message = end.recv()
         except (EOFError, OSError):
             return
+        if message is None:
+            return
         _prefill_url = message["prefill_url"]
         try:
             end.send(_phase(message["words"]))

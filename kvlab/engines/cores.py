@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kvlab.engines import guard
 
 if TYPE_CHECKING:
     from kvlab.engines.launch import Cluster
@@ -29,9 +30,9 @@ def parse(text: str) -> set[int]:
     return found
 
 
-def move(pids: Iterable[int], cores: set[int]) -> None:
-    """Move every thread of ``pids`` to ``cores``."""
-    for task in [t for pid in pids for t in Path(f"/proc/{pid}/task").glob("*")]:
+def move(pid: int, cores: set[int]) -> None:
+    """Move every thread of ``pid`` and of what is below it to ``cores``."""
+    for task in [t for one in guard.descendants(pid) for t in Path(f"/proc/{one}/task").glob("*")]:
         # A thread that has ended meanwhile needs no core.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(int(task.name), cores)
@@ -42,8 +43,6 @@ def keep(cluster: Cluster) -> None:
     for command in cluster.commands:
         cores = parse(command.env.get("VLLM_CPU_OMP_THREADS_BIND", ""))
         for one in cluster.engines:
-            if one.name == command.name and cores:
-                if command.place.node and one.process:
-                    command.place.node.bind(one.process, cores)
-                else:
-                    move(one.pids(), cores)
+            if one.name == command.name and cores and one.process and one.process.poll() is None:
+                there = command.place.node.do if command.place.node else lambda f, *args: f(*args)
+                there(move, one.process.pid, cores)

@@ -86,7 +86,11 @@ def commands(
     if isinstance(router, Dynamo):
         return dynamo.commands(router, settled, ports, folder, places)
     out = [vllm.command(e, folder, version, vllm.place_of(e.name, e.role, places)) for e in settled]
-    return [*out, routers.command(router, out, ports, folder)] if router else out
+    return (
+        [*out, routers.command(router, out, ports, folder, vllm.place_of("router", "router", places))]
+        if router
+        else out
+    )
 
 
 def shell(todo: Sequence[Command]) -> str:

@@ -10,6 +10,7 @@ Prompts come from the seed alone, so every arm gets the same ones.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvlab.engines.launch import Cluster, Running
 from kvlab.errors import RunFailed
 from kvlab.paths import shared_dir
 from kvlab.placement import local
+from kvlab.placement.local import LOCAL, Place
 
 #: a small made-up conversation set in ShareGPT's format, shipped with kvlab
 CHAT = "chat/synthetic_sharegpt.json"
@@ -77,17 +79,24 @@ class Load:
 class Generator:
     """The process of :mod:`kvlab.engines.bench`, kept through the run."""
 
-    def __init__(self, log: Path, tokenizer: str, *, began_s: float, start_limit_s: float = 180) -> None:
+    def __init__(
+        self, log: Path, tokenizer: str, *, began_s: float, place: Place = LOCAL, start_limit_s: float = 180
+    ) -> None:
         self.log, self.tokenizer, self.began_s, self._limit_s = log, tokenizer, began_s, start_limit_s
+        self.place = place
+        #: by how many seconds the start of a request may be off, on a node with a clock of its own
+        self.off_by_s = 0.0
         self._process: local.Started | None = None
         self._ready = False
 
     def __enter__(self) -> Generator:
         env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._process, self._end = local.start_speaking("kvlab.engines.bench", env=env, log=self.log)
+        self._process, self._end = local.start_speaking("kvlab.engines.bench", env=env, log=self.log, place=self.place)
         return self
 
     def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._end.send(None)
         self._end.close()
         if self._process is not None:
             local.stop(self._process, 3)
@@ -119,8 +128,10 @@ class Generator:
         words = load.words(url, model, self.tokenizer, BACKEND if prefill else "openai")
         self._end.send({"words": words, "prefill_url": prefill})
         answer = self._reply(limit_s)
+        _, shift_s, off_by_s = self.place.node.clock() if self.place.node else (0, 0, 0)
+        self.off_by_s = max(self.off_by_s, off_by_s)
         totals = {k: answer[k] for k in ("duration", "completed", "request_throughput", "output_throughput")}
-        return rows(load, arm, answer, self.began_s), totals
+        return rows(load, arm, answer, self.began_s - shift_s), totals
 
 
 def rows(load: Load, arm: str, answer: dict[str, Any], began_s: float) -> pd.DataFrame:

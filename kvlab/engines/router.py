@@ -18,13 +18,15 @@ from pydantic import BeforeValidator, Field
 from kvlab.engines.vllm import Command
 from kvlab.errors import BadInput
 from kvlab.params import Env, Strict, Text, Whole, _structured
+from kvlab.placement.local import LOCAL, Place
 
 
 class Router(Strict):
     """vllm-router; prefill and decode engines among the specs make it disaggregate, replicas round robin."""
 
     policy: Text = "round_robin"
-    host: Text = "127.0.0.1"
+    #: the address of the place it runs at by default
+    host: Text = ""
     port: Whole = 0
     env: Env = Field(default_factory=dict)
     extra: Annotated[list[Text], BeforeValidator(_structured)] = Field(default_factory=list)
@@ -39,11 +41,12 @@ def is_pair(engines: Sequence[Command], what: str) -> bool:
 
 
 def command(
-    router: Router, engines: Sequence[Command], ports: Iterator[int], logs: Path, python: str = sys.executable
+    router: Router, engines: Sequence[Command], ports: Iterator[int], logs: Path, place: Place = LOCAL
 ) -> Command:
     """Return the router's command for the engines' commands; BadInput for roles that do not go together."""
+    ports, host = place.node.ports() if place.node else ports, router.host or place.address
     urls = {role: [e.url for e in engines if e.role == role] for role in ("prefill", "decode", "replica")}
-    words = [python, "-m", "vllm_router.launch_router", "--host", router.host]
+    words = [sys.executable, "-m", "vllm_router.launch_router", "--host", host]
     port = router.port or next(ports)
     words += ["--port", str(port), "--policy", router.policy, "--prometheus-port", str(next(ports))]
     words += ["--worker-startup-check-interval", "1", "--disable-retries", "--log-level", "warning"]
@@ -57,7 +60,8 @@ def command(
         role="router",
         argv=(*words, *router.extra),
         env={"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **router.env},
-        url=f"http://{router.host if router.host != '0.0.0.0' else '127.0.0.1'}:{port}",
+        url=f"http://{host if host != '0.0.0.0' else place.address}:{port}",
         log=logs / "router.log",
         model=engines[0].model,
+        place=place,
     )

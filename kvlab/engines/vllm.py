@@ -103,7 +103,8 @@ def cpu_sets(engines: int, cores: Sequence[int]) -> list[str]:
     return [",".join(str(cores[(i * each + j) % len(cores)]) for j in range(each)) for i in range(engines)]
 
 
-def _ranks(cpus: str, tp: int) -> str:
+def ranks(cpus: str, tp: int) -> str:
+    """Share the cores of an engine out to its ranks."""
     cores = cpus.split(",")
     if tp == 1 or "|" in cpus:
         return cpus
@@ -120,7 +121,7 @@ def settle(
     for engine in engines:
         number = count.get(engine.role, 0)
         count[engine.role] = number + 1
-        cpus = engine.cpu_set or ("" if engine.gpu_set else _ranks(next(sets), engine.tp))
+        cpus = engine.cpu_set or ("" if engine.gpu_set else ranks(next(sets), engine.tp))
         new: dict[str, Any] = {"name": engine.name or f"{engine.role}-{number}", "cpu_set": cpus}
         new["port"] = engine.port or next(ports)
         new["side_channel_port"] = engine.side_channel_port or (0 if engine.role == "replica" else next(ports))

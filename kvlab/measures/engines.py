@@ -99,8 +99,7 @@ def at_place(command: Command) -> Command:
 def following(command: Command, ring: Path, began_s: float) -> nixl.Follower | Follower:
     """Return what follows an engine's telemetry rings, on the engine's own machine."""
     if command.place.node:
-        remote: Follower = command.place.node.follower(ring, began_s)
-        return remote
+        return Follower(command.place.node, ring, began_s)
     ring.mkdir(parents=True, exist_ok=True)
     return nixl.Follower(ring, began_s=began_s)
 
@@ -198,6 +197,13 @@ class Engines:
     followers: Sequence[nixl.Follower | Follower]
     start: int
     _requests: list[pd.DataFrame] = field(default_factory=list)
+    _read: list[pd.DataFrame] = field(default_factory=list)
+
+    def _take(self) -> None:
+        """Read the rings: after each phase, so that what a node has seen outlives its loss."""
+        for number, follower in enumerate(self.followers):
+            if len(frame := follower.take()):
+                self._read.append(frame.assign(engine=f"decode-{number}"))
 
     def _scrape(self) -> dict[str, str]:
         texts = {}
@@ -215,6 +221,7 @@ class Engines:
         rows, totals = self.bench.generator.phase(load, target or self.cluster, self.arm.label)
         rows = rows.assign(start=self.start, **columns)
         span = time.monotonic() - began
+        self._take()
         after = self._scrape()
         metrics = pd.concat(
             [vllm.difference(before.get(k), after[k], self.arm.label, k, load.phase) for k in after], ignore_index=True
@@ -255,14 +262,13 @@ class Engines:
 
     def collect(self) -> None:
         """Take the pulls out of the rings, join them to requests, count descriptors, and reconcile with vLLM's sums."""
-        frames = []
-        for number, follower in enumerate(self.followers):
-            frame = follower.take()
-            ranks = {ring: i for i, ring in enumerate(sorted(frame["ring"].unique()))}
-            frames.append(frame.assign(rank=frame["ring"].map(ranks), engine=f"decode-{number}"))
-        pulls = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-        if pulls.empty:
+        self._take()
+        if not self._read:
             return
+        pulls = pd.concat(self._read, ignore_index=True)
+        # A ring is a rank's of one engine.
+        pulls["rank"] = pulls.groupby("engine")["ring"].transform(lambda ring: pd.factorize(ring, sort=True)[0])
+        pulls["start_uncertainty_s"] += self.bench.generator.off_by_s
         pulls = pulls[pulls["operation"] == "READ"].drop(columns=["operation", "ring", "requests"])
         pulls = pulls.assign(arm=self.arm.label, start=self.start, block_size=self.arm.block_size)
         pulls["nixl_threads"] = self.arm.nixl_threads

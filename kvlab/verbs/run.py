@@ -52,17 +52,20 @@ def configure_place(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def set_place(args: argparse.Namespace, chosen: params.Experiment) -> None:
-    """Set the parameter ``ray`` as --on, --address and --place say."""
+def set_place(args: argparse.Namespace, chosen: params.Experiment, *, alone: bool = False) -> None:
+    """Set the parameter ``ray`` as --on, --address and --place say; ``alone``: a node runs this all by itself."""
     asked = {k: v for k in ("address", "place") if (v := getattr(args, k)) is not None}
     if asked and args.on != "ray":
         raise BadInput(f"--{next(iter(asked))} goes with --on ray")
-    if args.on == "ray" and not hasattr(chosen, "ray"):
+    if args.on == "ray" and not alone and not hasattr(chosen, "ray"):
         able = [e.name for e in experiments.EXPERIMENTS.values() if "ray" in e.model().model_fields]
-        raise BadInput(f"{args.experiment} runs on one machine; --on ray: {', '.join(able)}")
+        raise BadInput(
+            f"{args.experiment} runs on one machine: sweep it with --place pack, a run on each node; --on ray: "
+            f"{', '.join(able)}"
+        )
     if args.on and hasattr(chosen, "ray"):
         given = chosen.ray.model_dump() if chosen.ray else {}
-        chosen.ray = params.OnRay.model_validate(given | asked) if args.on == "ray" else None
+        chosen.ray = params.OnRay.model_validate(given | asked) if args.on == "ray" and not alone else None
 
 
 def assignments(words: Sequence[str]) -> dict[str, str]:

@@ -25,11 +25,13 @@ from typing import Any
 import pandas as pd
 
 from kvlab import experiments, params, runs, tables
-from kvlab.errors import DONE, FAILED, BadInput, KvlabError, RunFailed
+from kvlab.errors import DONE, FAILED, BadInput, RunFailed
 from kvlab.measures.common import progress
-from kvlab.verbs.run import assignments, configure_place
+from kvlab.verbs.run import assignments, configure_place, set_place
 
 Cell = dict[str, Any]
+#: the parameter file on a node
+_GIVEN = "parameters.yaml"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,24 +63,28 @@ def grid(words: Sequence[str]) -> list[dict[str, str]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def begin(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """Make the sweep's folder and its state, all cells waiting; every parameter set is checked before that."""
+def begin(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the state of a sweep: all cells waiting."""
     experiment = experiments.get(args.experiment)
     experiments.require(experiment)
     name = args.file or experiment.default
     path = params.resolve_file(experiment.name, name) if name else None
-    base = params.read_file(path) if path else {}
     cells: list[Cell] = [
         {"cell": i, "parameters": {**assignments(args.parameter), **values}, "axes": values, "outcome": "waiting"}
         for i, values in enumerate(grid(args.grid))
     ]
-    for cell in cells:
-        given: dict[str, Any] = {**base, **cell["parameters"]}
-        params.validate(experiment.name, given, f"cell {cell['axes']}")
-    folder = runs.new_folder(f"{experiment.name}-sweep", out=args.out)
-    state = {"experiment": experiment.name, "file": str(path) if path else "", "cells": cells}
-    save(folder, state)
-    return folder, state
+    return {"experiment": experiment.name, "file": str(path) if path else "", "cells": cells}
+
+
+def resume(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the state of the sweep to go on with."""
+    try:
+        state: dict[str, Any] = json.loads((Path(args.resume) / "sweep.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{args.resume}: no sweep to resume ({error})") from None
+    if state["experiment"] != experiments.get(args.experiment).name:
+        raise BadInput(f"{args.resume} is a sweep of {state['experiment']}")
+    return state
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:
@@ -86,13 +92,12 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     runs.write_atomic(folder / "sweep.json", (json.dumps(state, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def command(state: dict[str, Any], cell: Cell, folder: Path, measure_only: bool) -> list[str]:
+def command(experiment: str, file: str, cell: Cell, folder: Path, more: Sequence[str]) -> list[str]:
     """Return the ``kvlab run`` of one cell; its run folder lies in the sweep's."""
-    words = [sys.executable, "-m", "kvlab.cli", "run", state["experiment"]]
-    words += ["-f", state["file"]] if state["file"] else []
+    words = [sys.executable, "-m", "kvlab.cli", "run", experiment, *(["-f", file] if file else [])]
     words += [w for k, v in cell["parameters"].items() for w in ("-p", f"{k}={v}")]
     label = "_".join(f"{k}-{v}" for k, v in cell["axes"].items())[:60]
-    return [*words, "--out", str(folder), "--label", label, *(["--measure-only"] if measure_only else [])]
+    return [*words, "--out", str(folder), "--label", label, *more]
 
 
 def execute(words: Sequence[str]) -> tuple[int, str]:
@@ -120,29 +125,24 @@ def finish(cell: Cell, code: int, last: str) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run what is not done, then write one table and one report over all cells."""
     able = "ray" in experiments.get(args.experiment).model().model_fields
-    across = args.on == "ray" and able and args.place != "pack"
-    if args.on != "ray" and (args.place or args.address):
-        raise BadInput("--place and --address go with --on ray")
-    if args.place == "spread" and not able:
-        raise BadInput(f"{args.experiment} runs on one machine: sweep it with --place pack, a cell on each node")
-    if args.resume:
-        folder = Path(args.resume)
-        try:
-            state = json.loads((folder / "sweep.json").read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise BadInput(f"{folder}: no sweep to resume ({error})") from None
-        if state["experiment"] != experiments.get(args.experiment).name:
-            raise BadInput(f"{folder} is a sweep of {state['experiment']}")
-    else:
-        folder, state = begin(args)
+    # A cell for each node, or a cell across nodes.
+    alone = args.on == "ray" and args.place != "spread" and (args.place == "pack" or not able)
+    state = resume(args) if args.resume else begin(args)
     todo = [c for c in state["cells"] if c["outcome"] not in ("completed", "contradicted")]
+    base = params.read_file(Path(state["file"])) if state["file"] else {}
+    for cell in todo:  # all are checked before the first runs
+        chosen = params.validate(state["experiment"], {**base, **cell["parameters"]}, f"cell {cell['axes']}")
+        set_place(args, chosen, alone=alone)
+    folder = Path(args.resume) if args.resume else runs.new_folder(f"{state['experiment']}-sweep", out=args.out)
+    save(folder, state)
+    place = {"on": "here"} if alone else {k: v for k in ("on", "address", "place") if (v := getattr(args, k))}
+    more = [w for k, v in place.items() for w in (f"--{k}", v)] + ["--measure-only"] * args.measure_only
+    given = Path(state["file"]).read_bytes() if state["file"] and alone else b""
     for cell in todo:
-        cell["words"] = command(state, cell, folder, args.measure_only)
-        if across:
-            cell["words"] += ["--on", "ray", *(["--address", args.address] if args.address else [])]
-    elsewhere = args.on == "ray" and not across
+        file = str(folder / _GIVEN) if given else state["file"]
+        cell["words"] = command(state["experiment"], file, cell, folder, more)
     try:
-        for cell, code, last in _on_nodes(todo, state, folder, args) if elsewhere else _local(todo):
+        for cell, code, last in _on_nodes(todo, given, folder, args.address or "") if alone else _local(todo):
             finish(cell, code, last)
             save(folder, state)
     finally:
@@ -161,20 +161,15 @@ def _local(todo: list[Cell]) -> Iterator[tuple[Cell, int, str]]:
         yield cell, *execute(cell["words"])
 
 
-def _on_nodes(
-    todo: list[Cell], state: dict[str, Any], folder: Path, args: argparse.Namespace
-) -> Iterator[tuple[Cell, int, str]]:
+def _on_nodes(todo: list[Cell], given: bytes, folder: Path, address: str) -> Iterator[tuple[Cell, int, str]]:
     """Run a cell at a time on every node of a cluster; with a lost node its cell fails and the others go on."""
     from kvlab.placement import ray
 
     waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Cell, int, str]] = queue.SimpleQueue()
-    given = Path(state["file"]).read_bytes() if state["file"] else b""
     for cell in todo:
-        mine = {**state, "file": str(folder / "parameters.yaml") if given else ""}
-        cell["words"] = command(mine, cell, folder, args.measure_only)
         waiting.put(cell)
-    with ray.every_node(params.OnRay(address=args.address or ""), folder) as nodes:
+    with ray.every_node(address, folder) as nodes:
 
         def serve(node: ray.Node) -> None:
             while not (node.lost and any(not n.lost for n in nodes)):
@@ -183,9 +178,8 @@ def _on_nodes(
                 except queue.Empty:
                     return
                 try:
-                    node.put("parameters.yaml", given)
-                    done.put((cell, *node.execute(cell["words"], f"cell-{cell['cell']}.log")))
-                except (KvlabError, OSError) as error:
+                    done.put((cell, *node.execute(cell["words"], f"cell-{cell['cell']}.log", {_GIVEN: given})))
+                except Exception as error:  # or the sweep waits for this cell for ever
                     done.put((cell, FAILED, json.dumps({"outcome": "failed", "error": str(error)})))
 
         for node in nodes:

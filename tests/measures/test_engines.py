@@ -3,6 +3,7 @@
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 from ring_writer import Writer
@@ -10,10 +11,12 @@ from ring_writer import Writer
 from kvlab import runs, views
 from kvlab.capture import nixl
 from kvlab.engines.launch import Cluster
-from kvlab.engines.load import Load, rows
+from kvlab.engines.load import Generator, Load, rows
 from kvlab.errors import RunFailed
 from kvlab.measures.engines import Bench, Engines, in_turn
 from kvlab.params import EngineArm
+from kvlab.placement import ray
+from kvlab.placement.local import Place
 
 ARM = EngineArm(label="TCP", expect="tcp")
 
@@ -36,7 +39,7 @@ def test_pulls_find_phase_and_request_though_the_wall_clock_is_set(tmp_path, mon
     real = time.time
     began = time.monotonic()
 
-    class Generator:
+    class Offering:
         off_by_s = 0.0
 
         def phase(self, load, target, arm):
@@ -54,7 +57,7 @@ def test_pulls_find_phase_and_request_though_the_wall_clock_is_set(tmp_path, mon
             return rows(load, arm, answer, began), totals
 
     run = runs.create("relative-to-nvlink", {}, run_dir=tmp_path / "run")
-    bench = Bench(run, Generator(), began)
+    bench = Bench(run, Offering(), began)
     decode = SimpleNamespace(name="decode-0", metrics_text=lambda: "")
     with run.recording(), nixl.Follower(tmp_path, began_s=began) as follower:
         ring = Writer(tmp_path / "ring")
@@ -65,6 +68,83 @@ def test_pulls_find_phase_and_request_though_the_wall_clock_is_set(tmp_path, mon
         engines.collect()
     (pulls,) = bench.pulls
     assert pulls[["phase", "request"]].to_numpy().tolist() == [[p, f"{p}-0-0"] for p in ("one", "two", "three")]
+
+
+class Elsewhere(ray.Node):
+    """An actor whose monotonic clock is ahead by some seconds and runs a thousandth too fast."""
+
+    def __init__(self, root, ahead_s):
+        super().__init__(0, "x", None, root)
+        self.ahead_s, self.began, self.slow, self.followers = ahead_s, time.monotonic(), 2, {}
+
+    def there(self, here):
+        return here + self.ahead_s + 1e-3 * (here - self.began)
+
+    def call(self, method, *args, limit_s=0):
+        if method == "do":  # only its clock is asked for; every third answer is on the way for long
+            self.slow += 1
+            told = self.there(time.monotonic())
+            time.sleep(0 if self.slow % 3 else 0.08)
+            return told
+        if method == "follow":
+            follower = self.followers[args[0]] = nixl.Follower(self.root / args[0], began_s=0)
+            return follower.__enter__()
+        assert method == "followed"
+        follower = self.followers[args[0]]
+        if args[1]:
+            follower.stop()
+        frame = follower.take()
+        return frame.assign(start_s=frame["start_s"].map(self.there)), follower.losses()
+
+
+def test_nodes_whose_clocks_differ_are_joined_on_the_controllers(tmp_path):
+    """The decode engine's node is hours ahead of the controller, the load generator's behind it, and both drift."""
+    began, events = time.monotonic(), []
+    decode_node, load_node = Elsewhere(tmp_path, 10_000), Elsewhere(tmp_path, -3_000)
+
+    class Process:  # the load generator's, on its node
+        def send(self, message):
+            sent = time.monotonic()
+            time.sleep(0.05)
+            events.append((sent, time.monotonic()))
+            ring.pull(1_000, 10_000, 128 * 1024)
+            time.sleep(0.15)
+            self.answer = {"ttfts": [time.monotonic() - sent], "itls": [[]], "errors": [""], "prefill_s": [0.02]}
+            self.answer |= {
+                "input_lens": [8],
+                "output_lens": [1],
+                "start_times": [load_node.there(sent) - 7],
+                "zero_s": 7,
+            }
+            self.answer |= {"duration": 0.1, "completed": 1, "request_throughput": 10.0, "output_throughput": 10.0}
+
+        def poll(self, limit_s):
+            return True
+
+        def recv(self):
+            return self.answer
+
+    (tmp_path / "rings").mkdir()
+    generator = Generator(tmp_path / "log", "t", began_s=began, place=Place(node=load_node))
+    generator._end, generator._ready = Process(), True
+    run = runs.create("relative-to-nvlink", {}, run_dir=tmp_path / "run")
+    bench = Bench(run, generator, began)
+    decode = SimpleNamespace(name="decode-0", metrics_text=lambda: "", url="http://d", model="m")
+    with run.recording(), ray.Follower(decode_node, tmp_path / "rings", began) as follower:
+        ring = Writer(tmp_path / "rings" / "ring")
+        time.sleep(0.15)  # until the ring is found
+        engines = Engines(bench, ARM, Cluster([decode]), [follower], 0)
+        for phase in ("one", "two", "three"):
+            engines.phase(Load(1, 8, 1, concurrency=1, phase=phase))
+        engines.collect()
+    (pulls,) = bench.pulls
+    assert pulls[["phase", "request"]].to_numpy().tolist() == [[p, f"{p}-0-0"] for p in ("one", "two", "three")]
+    sent, pulled = (np.array(column) - began for column in zip(*events, strict=True))
+    # As far off as the pulls themselves say; the ring's events are of 10 ms before they were written.
+    off = (pulls["start_s"] + 0.01 - pulled).abs()
+    assert (off <= pulls["start_uncertainty_s"] + 0.03).all() and (pulls["start_uncertainty_s"] < 1).all()
+    requests = pd.concat(bench.requests)
+    assert (requests["start_s"] - sent).abs().max() <= generator.off_by_s + 0.005 < 1
 
 
 def test_a_clock_that_was_set_is_told(tmp_path, monkeypatch):
