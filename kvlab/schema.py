@@ -7,6 +7,7 @@ metadata, and :func:`conform` refuses a table that does not fit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -27,192 +28,168 @@ class Column:
 
 _S, _I, _F, _B = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
-#: table name -> its columns.  A run may leave out optional columns; an unknown column is refused.
-TABLES: dict[str, tuple[Column, ...]] = {
+#: column -> type, label for people, unit
+_COLUMNS: dict[str, tuple[Any, ...]] = {
+    "arm": (_S, "Arm"),
+    "rank": (_I, "Decode TP rank"),
+    "pair": (_I, "Agent pair"),
+    "engine": (_S, "Engine"),
+    "request": (_S, "Request"),
+    "prompt_tokens": (_I, "Prompt length", "tokens"),
+    "case": (_S, "Case"),
+    "shape": (_S, "Block placement"),
+    "descriptors": (_I, "Descriptors"),
+    "descriptors_source": (_S, "Descriptor count from"),
+    "descriptor_bytes": (_I, "Descriptor size", "B"),
+    "bytes": (_I, "Bytes", "B"),
+    "post_us": (_F, "Post", "µs"),
+    "xfer_us": (_F, "Pull (post + drain)", "µs"),
+    "post_clock_us": (_F, "Post by our clock", "µs"),
+    "xfer_clock_us": (_F, "Pull by our clock", "µs"),
+    "poll_interval_us": (_F, "Poll interval", "µs"),
+    "in_flight": (_I, "Pulls in flight"),
+    "nixl_threads": (_I, "NIXL threads"),
+    "link": (_S, "Link"),
+    "block_size": (_I, "Block size", "tokens"),
+    "start_s": (_F, "Start since the run began", "s"),
+    "start_uncertainty_s": (_F, "Uncertainty of the start", "s"),
+    "phase": (_S, "Phase"),
+    "start": (_I, "Start of the engines"),
+    "concurrency": (_I, "Requests in flight"),
+    "repetition": (_I, "Repetition"),
+    "warmup": (_B, "Warm-up"),
+    "verified": (_B, "Content verified"),
+    "error": (_S, "Error"),
+    "rate_rps": (_F, "Offered rate", "requests/s"),
+    "chunk_tokens": (_I, "Prefill chunk (max-num-batched-tokens)", "tokens"),
+    "output_tokens": (_I, "Output", "tokens"),
+    "pulled_tokens": (_I, "Prompt length of the pulls beside it", "tokens"),
+    "ttft_ms": (_F, "Time to first token", "ms"),
+    "prefill_ms": (_F, "Prefill request", "ms"),
+    "e2e_ms": (_F, "Whole request", "ms"),
+    "gaps_ms": (pa.list_(_F), "Gaps between tokens", "ms"),
+    "longest_gap_ms": (_F, "Longest gap", "ms"),
+    "process": (_S, "Process"),
+    "host": (_S, "Host"),
+    "pid": (_I, "Process id"),
+    "operation": (_S, "Operation"),
+    "locality": (_S, "Where the peer is"),
+    "local": (_S, "Local memory"),
+    "remote": (_S, "Remote memory"),
+    "min_bytes": (_I, "From size", "B"),
+    "max_bytes": (_I, "To size", "B"),
+    "description": (_S, "Protocol"),
+    "config": (_S, "Lanes"),
+    "selections": (_I, "Times selected"),
+    "transport": (_S, "Transport"),
+    "emulated": (_B, "Software emulation"),
+    "decides": (_B, "Decides for the pull"),
+    "file": (_S, "File"),
+    "line": (_I, "Line"),
+    "expected": (_S, "Expected transport"),
+    "likely": (_S, "Likely transport"),
+    "devices": (_S, "Devices"),
+    "agrees": (_B, "Evidence agrees with the label"),
+    "verdict": (_S, "Verdict"),
+    "evidence": (_S, "Evidence"),
+    "device": (_S, "Device"),
+    "kind": (_S, "Kind of device"),
+    "counter": (_S, "Counter"),
+    "before_bytes": (_F, "Before", "B"),
+    "after_bytes": (_F, "After", "B"),
+    "delta_bytes": (_F, "Counted", "B"),
+    "background_bytes": (_F, "Background expected", "B"),
+    "background_uncertainty_bytes": (_F, "Uncertainty of the background", "B"),
+    "usable": (_B, "Usable"),
+    "note": (_S, "Note"),
+    "name": (_S, "Limit"),
+    "seconds": (_F, "Duration", "s"),
+    "gb_per_s": (_F, "Rate", "GB/s"),
+    "metric": (_S, "Metric"),
+    "labels": (_S, "Labels"),
+    "before": (_F, "Before"),
+    "after": (_F, "After"),
+    "delta": (_F, "Difference"),
+    "restarted": (_B, "Counter restarted"),
+    "prefix_tokens": (_I, "Tokens before the step", "tokens"),
+    "step_ms": (_F, "Step", "ms"),
+    "requests": (_I, "Requests"),
+    "failed": (_I, "Failed requests"),
+    "span_s": (_F, "Whole phase", "s"),
+    "duration_s": (_F, "Duration", "s"),
+    "requests_per_s": (_F, "Requests per second", "1/s"),
+    "output_tokens_per_s": (_F, "Output tokens per second", "1/s"),
+    "pulls": (_I, "Pulls seen in the ring"),
+    "pulled_bytes": (_F, "Bytes by the ring", "B"),
+    "vllm_transfers": (_F, "Transfers by vLLM's counters"),
+    "vllm_bytes": (_F, "Bytes by vLLM's counters", "B"),
+    "vllm_descriptors": (_F, "Descriptors by vLLM's counters"),
+    "prompt": (_I, "Prompt"),
+    "tokens": (_I, "Tokens compared"),
+    "largest_logprob_difference": (_F, "Largest difference of log-probabilities"),
+    "tolerance": (_F, "Tolerance"),
+    "outcome": (_S, "Outcome"),
+    "quantity": (_S, "Quantity"),
+    "value": (_F, "Value"),
+    "unit": (_S, "Unit"),
+}
+#: where a column means something else in one table
+_OWN: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("steps", "chunk_tokens"): (_I, "Tokens in the step", "tokens"),
+    ("verdicts", "transport"): (_S, "Transport of the payload"),
+    ("limits", "kind"): (_S, "Kind"),
+}
+#: table -> its columns in order, ``!`` after those that must be there
+_TABLES = {
     "pulls": (
-        Column("arm", _S, "Arm", required=True),
-        Column("rank", _I, "Decode TP rank"),
-        Column("pair", _I, "Agent pair"),
-        Column("engine", _S, "Engine"),
-        Column("request", _S, "Request"),
-        Column("prompt_tokens", _I, "Prompt length", "tokens"),
-        Column("case", _S, "Case"),
-        Column("shape", _S, "Block placement"),
-        Column("descriptors", _I, "Descriptors"),
-        Column("descriptors_source", _S, "Descriptor count from"),
-        Column("descriptor_bytes", _I, "Descriptor size", "B"),
-        Column("bytes", _I, "Bytes", "B", required=True),
-        Column("post_us", _F, "Post", "µs", required=True),
-        Column("xfer_us", _F, "Pull (post + drain)", "µs", required=True),
-        Column("post_clock_us", _F, "Post by our clock", "µs"),
-        Column("xfer_clock_us", _F, "Pull by our clock", "µs"),
-        Column("poll_interval_us", _F, "Poll interval", "µs"),
-        Column("in_flight", _I, "Pulls in flight"),
-        Column("nixl_threads", _I, "NIXL threads"),
-        Column("link", _S, "Link"),
-        Column("block_size", _I, "Block size", "tokens"),
-        Column("start_s", _F, "Start since the run began", "s"),
-        Column("start_uncertainty_s", _F, "Uncertainty of the start", "s"),
-        Column("phase", _S, "Phase"),
-        Column("start", _I, "Start of the engines"),
-        Column("concurrency", _I, "Requests in flight"),
-        Column("repetition", _I, "Repetition"),
-        Column("warmup", _B, "Warm-up"),
-        Column("verified", _B, "Content verified"),
-        Column("error", _S, "Error"),
+        "arm! rank pair engine request prompt_tokens case shape descriptors descriptors_source "
+        "descriptor_bytes bytes! post_us! xfer_us! post_clock_us xfer_clock_us poll_interval_us in_flight "
+        "nixl_threads link block_size start_s start_uncertainty_s phase start concurrency repetition warmup "
+        "verified error"
     ),
     "requests": (
-        Column("arm", _S, "Arm", required=True),
-        Column("request", _S, "Request", required=True),
-        Column("phase", _S, "Phase"),
-        Column("start", _I, "Start of the engines"),
-        Column("repetition", _I, "Repetition"),
-        Column("warmup", _B, "Warm-up"),
-        Column("concurrency", _I, "Requests in flight"),
-        Column("rate_rps", _F, "Offered rate", "requests/s"),
-        Column("chunk_tokens", _I, "Prefill chunk (max-num-batched-tokens)", "tokens"),
-        Column("block_size", _I, "Block size", "tokens"),
-        Column("prompt_tokens", _I, "Prompt length", "tokens"),
-        Column("output_tokens", _I, "Output", "tokens"),
-        Column("pulled_tokens", _I, "Prompt length of the pulls beside it", "tokens"),
-        Column("start_s", _F, "Start since the run began", "s"),
-        Column("ttft_ms", _F, "Time to first token", "ms"),
-        Column("prefill_ms", _F, "Prefill request", "ms"),
-        Column("e2e_ms", _F, "Whole request", "ms"),
-        Column("gaps_ms", pa.list_(_F), "Gaps between tokens", "ms"),
-        Column("longest_gap_ms", _F, "Longest gap", "ms"),
-        Column("error", _S, "Error"),
+        "arm! request! phase start repetition warmup concurrency rate_rps chunk_tokens block_size "
+        "prompt_tokens output_tokens pulled_tokens start_s ttft_ms prefill_ms e2e_ms gaps_ms longest_gap_ms "
+        "error"
     ),
     "transports": (
-        Column("arm", _S, "Arm", required=True),
-        Column("process", _S, "Process"),
-        Column("host", _S, "Host"),
-        Column("pid", _I, "Process id"),
-        Column("operation", _S, "Operation"),
-        Column("locality", _S, "Where the peer is"),
-        Column("local", _S, "Local memory"),
-        Column("remote", _S, "Remote memory"),
-        Column("min_bytes", _I, "From size", "B"),
-        Column("max_bytes", _I, "To size", "B"),
-        Column("description", _S, "Protocol"),
-        Column("config", _S, "Lanes"),
-        Column("selections", _I, "Times selected"),
-        Column("transport", _S, "Transport"),
-        Column("emulated", _B, "Software emulation"),
-        Column("decides", _B, "Decides for the pull"),
-        Column("file", _S, "File"),
-        Column("line", _I, "Line"),
+        "arm! process host pid operation locality local remote min_bytes max_bytes description config "
+        "selections transport emulated decides file line"
     ),
-    "verdicts": (
-        Column("arm", _S, "Arm", required=True),
-        Column("expected", _S, "Expected transport"),
-        Column("transport", _S, "Transport of the payload"),
-        Column("likely", _S, "Likely transport"),
-        Column("devices", _S, "Devices"),
-        Column("emulated", _B, "Software emulation"),
-        Column("agrees", _B, "Evidence agrees with the label"),
-        Column("verdict", _S, "Verdict"),
-        Column("evidence", _S, "Evidence"),
-    ),
+    "verdicts": "arm! expected transport likely devices emulated agrees verdict evidence",
     "counters": (
-        Column("arm", _S, "Arm", required=True),
-        Column("device", _S, "Device", required=True),
-        Column("kind", _S, "Kind of device"),
-        Column("counter", _S, "Counter"),
-        Column("before_bytes", _F, "Before", "B"),
-        Column("after_bytes", _F, "After", "B"),
-        Column("delta_bytes", _F, "Counted", "B"),
-        Column("background_bytes", _F, "Background expected", "B"),
-        Column("background_uncertainty_bytes", _F, "Uncertainty of the background", "B"),
-        Column("usable", _B, "Usable"),
-        Column("note", _S, "Note"),
+        "arm! device! kind counter before_bytes after_bytes delta_bytes background_bytes "
+        "background_uncertainty_bytes usable note"
     ),
-    "limits": (
-        Column("name", _S, "Limit", required=True),
-        Column("kind", _S, "Kind"),
-        Column("bytes", _I, "Bytes", "B"),
-        Column("seconds", _F, "Duration", "s"),
-        Column("gb_per_s", _F, "Rate", "GB/s", required=True),
-        Column("link", _S, "Link"),
-        Column("repetition", _I, "Repetition"),
-        Column("prompt_tokens", _I, "Prompt length", "tokens"),
-    ),
-    "engine_metrics": (
-        Column("arm", _S, "Arm", required=True),
-        Column("engine", _S, "Engine"),
-        Column("phase", _S, "Phase"),
-        Column("metric", _S, "Metric", required=True),
-        Column("labels", _S, "Labels"),
-        Column("before", _F, "Before"),
-        Column("after", _F, "After"),
-        Column("delta", _F, "Difference"),
-        Column("restarted", _B, "Counter restarted"),
-    ),
-    "steps": (
-        Column("arm", _S, "Arm", required=True),
-        Column("prefix_tokens", _I, "Tokens before the step", "tokens"),
-        Column("chunk_tokens", _I, "Tokens in the step", "tokens"),
-        Column("step_ms", _F, "Step", "ms", required=True),
-        Column("prompt_tokens", _I, "Prompt length", "tokens"),
-        Column("repetition", _I, "Repetition"),
-    ),
+    "limits": "name! kind bytes seconds gb_per_s! link repetition prompt_tokens",
+    "engine_metrics": "arm! engine phase metric! labels before after delta restarted",
+    "steps": "arm! prefix_tokens chunk_tokens step_ms! prompt_tokens repetition",
     "phases": (
-        Column("arm", _S, "Arm", required=True),
-        Column("phase", _S, "Phase", required=True),
-        Column("start", _I, "Start of the engines"),
-        Column("repetition", _I, "Repetition"),
-        Column("warmup", _B, "Warm-up"),
-        Column("prompt_tokens", _I, "Prompt length", "tokens"),
-        Column("output_tokens", _I, "Output", "tokens"),
-        Column("concurrency", _I, "Requests in flight"),
-        Column("chunk_tokens", _I, "Prefill chunk (max-num-batched-tokens)", "tokens"),
-        Column("block_size", _I, "Block size", "tokens"),
-        Column("rate_rps", _F, "Offered rate", "requests/s"),
-        Column("requests", _I, "Requests"),
-        Column("failed", _I, "Failed requests"),
-        Column("start_s", _F, "Start since the run began", "s"),
-        Column("span_s", _F, "Whole phase", "s"),
-        Column("duration_s", _F, "Duration", "s"),
-        Column("pulled_tokens", _I, "Prompt length of the pulls beside it", "tokens"),
-        Column("requests_per_s", _F, "Requests per second", "1/s"),
-        Column("output_tokens_per_s", _F, "Output tokens per second", "1/s"),
-        Column("pulls", _I, "Pulls seen in the ring"),
-        Column("pulled_bytes", _F, "Bytes by the ring", "B"),
-        Column("vllm_transfers", _F, "Transfers by vLLM's counters"),
-        Column("vllm_bytes", _F, "Bytes by vLLM's counters", "B"),
-        Column("vllm_descriptors", _F, "Descriptors by vLLM's counters"),
-        Column("note", _S, "Note"),
+        "arm! phase! start repetition warmup prompt_tokens output_tokens concurrency chunk_tokens block_size "
+        "rate_rps requests failed start_s span_s duration_s pulled_tokens requests_per_s output_tokens_per_s "
+        "pulls pulled_bytes vllm_transfers vllm_bytes vllm_descriptors note"
     ),
-    "answers": (
-        Column("arm", _S, "Arm", required=True),
-        Column("start", _I, "Start of the engines"),
-        Column("prompt", _I, "Prompt"),
-        Column("tokens", _I, "Tokens compared"),
-        Column("largest_logprob_difference", _F, "Largest difference of log-probabilities"),
-        Column("tolerance", _F, "Tolerance"),
-    ),
-    "cells": (
-        Column("arm", _S, "Arm"),
-        Column("case", _S, "Case", required=True),
-        Column("link", _S, "Link"),
-        Column("outcome", _S, "Outcome"),
-        Column("quantity", _S, "Quantity"),
-        Column("value", _F, "Value"),
-        Column("unit", _S, "Unit"),
-        Column("repetition", _I, "Repetition"),
-        Column("note", _S, "Note"),
-    ),
+    "answers": "arm! start prompt tokens largest_logprob_difference tolerance",
+    "cells": "arm case! link outcome quantity value unit repetition note",
 }
 
 
-def column(table: str, name: str) -> Column:
-    """Return the column ``name`` of ``table``; raises KeyError when the schema has none."""
-    return next(c for c in TABLES[table] if c.name == name)
+def _columns(table: str, names: str) -> tuple[Column, ...]:
+    found = []
+    for name in names.split():
+        plain = name.rstrip("!")
+        kind, text, unit = (*_OWN.get((table, plain), _COLUMNS[plain]), "")[:3]
+        found.append(Column(plain, kind, text, unit, name != plain))
+    return tuple(found)
+
+
+#: table name -> its columns.  A run may leave out optional columns; an unknown column is refused.
+TABLES = {table: _columns(table, names) for table, names in _TABLES.items()}
 
 
 def label(table: str, name: str) -> str:
-    """Return the axis label: ``Post (µs)``."""
-    c = column(table, name)
+    """Return the axis label: ``Post (µs)``; raises KeyError when the table has no such column."""
+    c = {c.name: c for c in TABLES[table]}[name]
     return f"{c.label} ({c.unit})" if c.unit else c.label
 
 
