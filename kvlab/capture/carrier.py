@@ -29,18 +29,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ud": ("ud_mlx5", "ud_verbs"),
     "ud_x": ("ud_mlx5",),
     "ud_v": ("ud_verbs",),
-    **dict.fromkeys(("efa",), ("srd",)),
+    "efa": ("srd",),
     **dict.fromkeys(("sm", "shm", "shared memory", "shared-memory", "shared_memory"), _SHARED),
     "mm": ("sysv", "posix", "xpmem"),
     **dict.fromkeys(("nvlink", "cuda-ipc", "cuda ipc"), ("cuda_ipc",)),
     **dict.fromkeys(("xgmi", "rocm-ipc"), ("rocm_ipc",)),
 }
 #: names as UCX prints them
-KNOWN_TRANSPORTS = {
-    *_RDMA, *_SHARED, *COPIES, "tcp", "self", "cuda_ipc", "rocm_ipc", "ze_ipc",
-}  # fmt: skip
-
-
+KNOWN_TRANSPORTS = {*_RDMA, *_SHARED, *COPIES, "tcp", "self", "cuda_ipc", "rocm_ipc", "ze_ipc"}
 _QUOTED = re.compile(r"'([\w-]+)'")
 
 
@@ -87,11 +83,9 @@ def _remark(evidence: Evidence) -> None:
         place = (entry["context"], entry["locality"], entry["config"])
         names = {x.split("/")[0] for lanes in entry["lanes"].values() for x in lanes}
         before, line = seen.setdefault(place, (names, entry["line"]))
-        if before - names or names - before:
-            lost = ", ".join(sorted(before ^ names))
-            evidence.problem(
-                "lanes-differ", entry["line"], f"{lost}: not in both this lane list and that of line {line}"
-            )
+        if lost := ", ".join(sorted(before ^ names)):
+            text = f"{lost}: not in both this lane list and that of line {line}"
+            evidence.problem("lanes-differ", entry["line"], text)
 
 
 def _kind(memory: str | None) -> str:
@@ -113,7 +107,6 @@ def decide(evidence: Evidence) -> Pull:
 
 
 def _decide(evidence: Evidence) -> Pull:
-    notes: list[str] = []
     reads = [t for t in evidence.tables.values() if t.is_read and t.rows]
     asked = [
         t for t in reads
@@ -126,42 +119,27 @@ def _decide(evidence: Evidence) -> Pull:
     tables = [t for t in asked if t.locality != "self"]
     if asked and not tables:
         evidence.problem("self-endpoint-only", asked[0].line, "remote memory read of a self endpoint")
-        return _open(
-            evidence,
-            "the only remote memory read tables are of self endpoints, a pull goes to a peer",
-            asked[0].line,
-        )
-    tables = _used(tables)
+        why = "the only remote memory read tables are of self endpoints, a pull goes to a peer"
+        return _open(evidence, why, asked[0].line)
+    # Of tables that UCX counted only those that it used; of those the KV's memory, then several blocks at once.
+    notes: list[str] = []
+    tables = [t for t in tables if any(r.selections for r, _ in t.rows)] or tables
     tables = _main_memory(evidence, tables, notes)
-    if any("multi" in t.attributes for t in tables):
-        tables = [t for t in tables if "multi" in t.attributes]
-    if not tables:
-        return _open(evidence)
-    return _by_rows(evidence, tables, notes)
-
-
-def _used(tables: list[Table]) -> list[Table]:
-    """Drop the tables that UCX counted and found unused, when it counted others as used."""
-    sums = [sum(r.selections or 0 for r, _ in t.rows) for t in tables]
-    return [t for t, n in zip(tables, sums, strict=True) if n] if any(sums) else tables
+    tables = [t for t in tables if "multi" in t.attributes] or tables
+    return _by_rows(evidence, tables, notes) if tables else _open(evidence)
 
 
 def _main_memory(evidence: Evidence, tables: list[Table], notes: list[str]) -> list[Table]:
     """Keep the tables of the memory that KV lives in, when reads of several memory kinds were seen."""
-    kinds = {(_kind(t.local), _kind(t.remote)) for t in tables}
-    if len(kinds) < 2:
+    if len({(_kind(t.local), _kind(t.remote)) for t in tables}) < 2:
         return tables
     device = evidence.buffer_device
     if device in ("cpu", "host"):
-        kept = [t for t in tables if _kind(t.local) == "host"]
         notes.append("KV is in host memory, as vLLM's log says")
-    else:
-        kept = [t for t in tables if _kind(t.local) != "host" and _kind(t.remote) != "host"]
-        kept = kept or [t for t in tables if _kind(t.local) != "host" or _kind(t.remote) != "host"]
-        notes.append(
-            "KV is taken to be in GPU memory" if not device else f"KV is in {device} memory, as vLLM's log says"
-        )
-    return kept or tables
+        return [t for t in tables if _kind(t.local) == "host"] or tables
+    notes.append(f"KV is in {device} memory, as vLLM's log says" if device else "KV is taken to be in GPU memory")
+    hosts = [(_kind(t.local) == "host") + (_kind(t.remote) == "host") for t in tables]
+    return [t for t, n in zip(tables, hosts, strict=True) if n == min(hosts)]
 
 
 def _sizes(evidence: Evidence, notes: list[str], tables: list[Table]) -> list[int]:
@@ -196,10 +174,8 @@ def _by_rows(evidence: Evidence, tables: list[Table], notes: list[str]) -> Pull:
     if not chosen:
         evidence.problem("no-row-for-size", tables[0].line, f"{_bytes(sizes[0])} is in no row")
         return _open(evidence, f"no row of the read table covers {_bytes(sizes[0])}", tables[0].line)
-    ways_of = [
-        {(r.transports, r.emulated) for r, _ in t.rows if (r.max_bytes or ASSUMED_BYTES) >= 4096} for t in tables
-    ]
-    if assumed and any(len(ways) > 1 for ways in ways_of):
+    large = [[r for r, _ in t.rows if (r.max_bytes or ASSUMED_BYTES) >= 4096] for t in tables]
+    if assumed and any(len({(r.transports, r.emulated) for r in rows}) > 1 for rows in large):
         evidence.problem("descriptor-size-assumed", tables[0].line, notes[-1])
     whole = [c for c in chosen if c[1].lanes]
     if not whole:
@@ -215,9 +191,8 @@ def _by_rows(evidence: Evidence, tables: list[Table], notes: list[str]) -> Pull:
         evidence.deciding = []
         for _, row, line in [c for c in chosen if c[1].emulated][:1]:
             evidence.problem("software-emulation", line, f"{row.description} | {row.config}")
-        said = "; ".join(
-            f"{w}{' by software emulation' if e else ''} ({_where(chosen, w, e)})" for w, e in sorted(ways)
-        )
+        how = {True: " by software emulation", False: ""}
+        said = "; ".join(f"{w}{how[e]} ({_where(chosen, w, e)})" for w, e in sorted(ways))
         if len({w for w, _ in ways}) == 1:
             # one transport, emulated for some: the transport is known, the emulation is not
             evidence.deciding = chosen
@@ -248,42 +223,31 @@ def _where(chosen: list[tuple[Table, Row, int]], way: str, emulated: bool) -> st
 
 def _agreed(evidence: Evidence, chosen: list[tuple[Table, Row, int]], notes: list[str], lines: list[int]) -> Pull:
     rows = [r for _, r, _ in chosen]
-    lanes = [x for r in rows for x in r.lanes]
-    devices = list(dict.fromkeys(x.device for x in lanes if x.device))
+    devices = list(dict.fromkeys(x.device for r in rows for x in r.lanes if x.device))
     paths = max((len({x.path for x in r.lanes if x.device == d}) for r in rows for d in devices), default=None)
-    first = rows[0]
-    pull = Pull(
-        transport="+".join(first.transports),
-        devices=devices,
-        paths=paths,
-        emulated=first.emulated,
-        staged=any(r.staged for r in rows),
-        estimate=any(r.estimate for r in rows),
-        lines=lines[:100],
-    )
-    words = [f"{pull.transport} on {', '.join(devices)}" if devices else str(pull.transport)]
-    words.append(first.description.removeprefix("(?) "))
-    per_row = max(len({x.device for x in r.lanes}) for r in rows)
-    if per_row > 1:
-        words.append(f"{per_row} devices at once")
-    if paths and paths > 1:
-        words.append(f"{paths} paths on one device")
-    for code, holds, text in (
-        ("staged-through-host", pull.staged, "staged through a bounce buffer"),
-        ("software-emulation", pull.emulated, ""),
-        ("estimate", pull.estimate, "UCX's estimate"),
-    ):
+    first, per_row = rows[0], max(len({x.device for x in r.lanes}) for r in rows)
+    pull = Pull("+".join(first.transports), None, devices, paths, first.emulated, lines=lines[:100])
+    pull.staged, pull.estimate = any(r.staged for r in rows), any(r.estimate for r in rows)
+    for code, holds in (
+        ("staged-through-host", pull.staged), ("software-emulation", pull.emulated), ("estimate", pull.estimate),
+    ):  # fmt: skip
         if holds:
             evidence.problem(code, lines[0], f"{first.description} | {first.config}")
-            words += [text] if text else []
-    if any(r.truncated for r in rows):
-        shown = sum(x.share or 0 for x in first.lanes)
-        words.append(f"lane list cut, {max(0, 100 - shown)} percent of the share not shown")
-    if any(t.locality == "intra-node" for t, _, _ in chosen) and agrees(pull.transport, "rdma,tcp"):
-        words.append("though the peer is on the same node")
+    hidden = max(0, 100 - sum(x.share or 0 for x in first.lanes))
+    beside = any(t.locality == "intra-node" for t, _, _ in chosen) and agrees(pull.transport, "rdma,tcp")
+    words = [
+        f"{pull.transport} on {', '.join(devices)}" if devices else pull.transport,
+        first.description.removeprefix("(?) "),
+        f"{per_row} devices at once" if per_row > 1 else "",
+        f"{paths} paths on one device" if paths and paths > 1 else "",
+        "staged through a bounce buffer" if pull.staged else "",
+        "UCX's estimate" if pull.estimate else "",
+        f"lane list cut, {hidden} percent of the share not shown" if any(r.truncated for r in rows) else "",
+        "though the peer is on the same node" if beside else "",
+    ]
     causes = [p for p in evidence.problems if p["code"] in _CAUSES and pull.emulated]
     notes = notes + [f"{_CAUSES[p['code']]} (line {p['line']})" for p in causes[:2]]
-    pull.verdict = ", ".join(w for w in words if w) + (f" ({'; '.join(notes)})" if notes else "")
+    pull.verdict = ", ".join(filter(None, words)) + (f" ({'; '.join(notes)})" if notes else "")
     return pull
 
 
@@ -303,11 +267,8 @@ def _open(evidence: Evidence, why: str = "", line: int | None = None) -> Pull:
         else:
             why = "no UCX protocol table is here"
     pull = Pull(lines=[line] if line else [])
-    likely = _likely(evidence)
-    if likely:
-        transport, reason, at = likely
-        pull.likely = f"{transport} ({reason})"
-        pull.lines = pull.lines or [at]
+    if likely := _likely(evidence):
+        pull.likely, pull.lines = f"{likely[0]} ({likely[1]})", pull.lines or [likely[2]]
     shown = bool(others or evidence.lanes or evidence.environment.get("UCX_TLS"))
     code = "not-pull-evidence" if shown else "no-evidence"
     if not any(p["code"] in ("self-endpoint-only", "no-row-for-size") for p in evidence.problems):
