@@ -28,6 +28,9 @@ from kvlab.placement.local import Place
 from kvlab.placement.ray import Follower
 from kvlab.runs import Run, safe_name
 
+#: seconds after which what is there is written again
+_FLUSH_S = 5
+
 
 def model_of(params: EngineParams) -> str:
     """Return the model's folder or hub name, making the stand-in when none is named."""
@@ -118,6 +121,7 @@ class Bench:
     logs: dict[str, dict[str, Path]] = field(default_factory=dict)
     commands: list[dict[str, Any]] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
+    _flushed_s: float = 0
 
     @contextlib.contextmanager
     def up(
@@ -177,6 +181,7 @@ class Bench:
 
     def flush(self) -> None:
         """Write what there is; losses of the rings go into the manifest."""
+        self._flushed_s = time.monotonic()
         for table, frames in (("requests", self.requests), ("pulls", self.pulls), ("engine_metrics", self.metrics)):
             frames = [f for f in frames if len(f)]
             if frames:
@@ -254,6 +259,8 @@ class Engines:
                 **columns,
             }
         )
+        if time.monotonic() - self.bench._flushed_s > _FLUSH_S:
+            self.bench.flush()
         if failed == len(rows):
             raise RunFailed(
                 f"arm {self.arm.label!r}: every request of phase {load.phase} failed: {rows['error'].iloc[0]}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,22 +59,14 @@ class Cluster:
         #: packages in here are installed on the second node alone
         self.packages = folder / "packages"
         self.packages.mkdir()
-        self._lifelines, self.nodes = {}, {}
+        self._lifelines, self.nodes, self.ahead = {}, {}, own_clock()
 
     def start(self, side: int, *words: str, attempts: int = 3, **env: str) -> None:
         """Start a node and wait for it; once more where Ray gave it up after 15 s, as it does on a busy machine."""
         place = self.link.places[side]
         reading, self._lifelines[side] = os.pipe()
         # The guard takes the whole node with it, as the loss of a machine does.
-        argv = [
-            *(own_clock() if side else []),
-            sys.executable,
-            "-S",
-            "-E",
-            str(Path(guard.__file__)),
-            str(reading),
-            "5",
-        ]
+        argv = [*(self.ahead if side else []), sys.executable, "-S", "-E", str(Path(guard.__file__)), str(reading), "5"]
         argv += [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         argv += [f"--node-ip-address={place.address}", "--num-cpus=4", "--object-store-memory=80000000", *words]
         given, env = env, {**os.environ, **_QUICK, **env}
@@ -88,6 +81,25 @@ class Cluster:
                 self.lose(side)
                 return self.start(side, *words, attempts=attempts - 1, **given)
             time.sleep(0.1)
+
+    def join(self) -> None:
+        """Start the second node, unless it is there."""
+        if 1 not in self._lifelines:
+            self.start(1, f"--address={self.address}", PYTHONPATH=str(self.packages))
+
+    def processes(self) -> dict[int, str]:
+        """Return process id -> command line of kvlab's actors on both nodes and of what they started."""
+        spaces = {os.stat(f"/proc/{holder.pid}/ns/net").st_ino for holder in self.link._holders}
+        found = {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                ours = (
+                    re.search(r"pull_agent|vllm|VLLM|kvlab.engines|ray::Keeper", words) and "ray.scripts" not in words
+                )
+                if ours and os.stat(f"/proc/{name}/ns/net").st_ino in spaces:
+                    found[int(name)] = words
+        return found
 
     def kvlab(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """Start a kvlab command on the first node."""
@@ -124,7 +136,7 @@ def two_nodes(rate_gbps: float | None = None) -> Iterator[Cluster]:
             head = ["--head", f"--port={PORT}", "--include-dashboard=false", "--no-monitor"]
             cluster.start(0, *head, f"--temp-dir={folder}")
             # One after the other: both choose names of sockets in the same folder.
-            cluster.start(1, f"--address={cluster.address}", PYTHONPATH=str(cluster.packages))
+            cluster.join()
             yield cluster
         finally:
             cluster.close()

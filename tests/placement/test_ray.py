@@ -1,6 +1,5 @@
 """Runs on a Ray cluster: what is pure, then a cluster of two network namespaces with a link between them."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -11,11 +10,12 @@ import pandas as pd
 import pytest
 from placement.ray_cluster import two_nodes
 
+from kvlab import runs
 from kvlab.capture.ucx import agrees
 from kvlab.cli import main
 from kvlab.placement import ray
 
-LIMIT_S = 120
+LIMIT_S = 300
 TCP = {"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 ARMS = json.dumps([{"label": "TCP", "env": TCP, "expect": "tcp"}])
 WORDS = ["post-vs-completion", "--measure-only", "-p", f"arms={ARMS}", "-p", "tp=8", "-p", "prompt_tokens=1024"]
@@ -75,7 +75,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(words, says, tmp_path,
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def made():
     pytest.importorskip("ray")
     pytest.importorskip("nixl")
     if os.geteuid() != 0:
@@ -84,30 +84,39 @@ def cluster():
         yield made
 
 
+@pytest.fixture
+def cluster(made):
+    """Both nodes, whatever the last test did; nothing of kvlab may be left on either."""
+    made.join()
+    yield made
+    deadline = time.monotonic() + 20  # Ray ends an actor's process a moment later
+    while made.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert made.processes() == {}
+
+
 def document(process):
     text, error = process.communicate(timeout=LIMIT_S)
     lines = text.splitlines()
     return process.returncode, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}, error
 
 
-def agents():
-    """Return (pid, niceness, environment) of every living agent."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{name}/cmdline") as file:
-                if "kvlab.pull_agent" not in file.read():
-                    continue
-            with open(f"/proc/{name}/environ") as file:
-                env = dict(e.split("=", 1) for e in file.read().split("\0") if "=" in e)
-            found.append((int(name), os.getpriority(os.PRIO_PROCESS, int(name)), env))
-    return found
+def wait_for(folder, pattern, process):
+    deadline = time.monotonic() + LIMIT_S
+    while not list(folder.rglob(pattern)):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+
+
+def run_of(folder):
+    """Return the one run below a folder."""
+    (manifest,) = folder.rglob("manifest.json")
+    return runs.load(manifest.parent)
 
 
 @pytest.mark.live
 def test_two_pairs_pull_across_the_link(cluster, tmp_path):
     words = ["-p", "pairs=2", "-p", "repetitions=2", "--on", "ray", "--address", cluster.address]
-    before = {pid for pid, *_ in agents()}
     code, told, error = document(cluster.kvlab("run", *WORDS, *words, "--out", str(tmp_path)))
     assert code == 0, error
     run = tmp_path / "post-vs-completion" / os.path.basename(told["run"])
@@ -125,7 +134,6 @@ def test_two_pairs_pull_across_the_link(cluster, tmp_path):
     assert manifest["ray"]["strategy"] == "STRICT_SPREAD" and len(nodes) == 2
     assert all(n["undone"]["nice"] == [15, 0] and n["gathered"]["files"] == 2 and not n["not_undone"] for n in nodes)
     assert "10.77.0" not in json.dumps(nodes)
-    assert {pid for pid, *_ in agents()} <= before
 
 
 @pytest.mark.slow
@@ -163,27 +171,110 @@ def test_a_sweep_runs_a_cell_on_each_node(cluster, tmp_path):
 def test_without_room_the_cluster_says_what_it_has(cluster, tmp_path):
     words = ["--on", "ray", "--address", cluster.address, "-p", "ray={wait_s: 1, resources: {none_has_it: 1}}"]
     code, _, error = document(cluster.kvlab("run", *WORDS, *words, "--out", str(tmp_path)))
-    assert code == 2 and "has no room for 2 x" in error.strip().splitlines()[-1]
+    assert code == 2 and "has no room for {'CPU': 1, 'none_has_it': 1" in error.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.live
-def test_a_lost_node_ends_the_run_and_leaves_nothing(cluster, tmp_path):
-    """The last one: afterwards the cluster has one node."""
+def test_a_lost_node_ends_a_run_of_pulls(cluster, tmp_path):
     words = ["-p", "repetitions=100000", "-p", "limits=false", "--on", "ray", "--address", cluster.address]
-    before = {pid for pid, *_ in agents()}
     process = cluster.kvlab("run", *WORDS, *words, "--out", str(tmp_path))
-    deadline = time.monotonic() + LIMIT_S
-    while not list(tmp_path.rglob("pulls.parquet")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
-    ours = [(nice, env) for pid, nice, env in agents() if pid not in before]
+    wait_for(tmp_path, "pulls.parquet", process)
+    ours = [pid for pid, words in cluster.processes().items() if "pull_agent" in words]
     # Ray's niceness and variables are undone, the arm's are there.
-    assert [nice for nice, _ in ours] == [0, 0]
-    assert all(TCP.items() <= env.items() and not {"OMP_NUM_THREADS", "RAY_JOB_ID"} & set(env) for _, env in ours)
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in ours] == [0, 0]
+    for pid in ours:
+        with open(f"/proc/{pid}/environ") as file:
+            env = dict(e.split("=", 1) for e in file.read().split("\0") if "=" in e)
+        assert TCP.items() <= env.items() and not {"OMP_NUM_THREADS", "RAY_JOB_ID"} & set(env)
     cluster.lose(1)
     code, told, _ = document(process)
     assert code == 1 and told["outcome"] == "failed"
     assert "was lost in mid-run" in told["error"] and "\n" not in told["error"]
-    run = next(tmp_path.rglob("manifest.json")).parent
-    assert len(pd.read_parquet(run / "pulls.parquet")) > 0
-    assert {pid for pid, *_ in agents()} <= before
+    assert len(run_of(tmp_path).table("pulls")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.live
+def test_a_sweep_across_nodes_outlives_the_loss_of_one(cluster, tmp_path):
+    """The first cell is whole, the second loses a node, and for the third there is no room any more."""
+    words = ["sweep", *WORDS, "-p", "limits=false", "--grid", "repetitions=2,100000,3", "-p", "ray={wait_s: 3}"]
+    words += ["--on", "ray", "--place", "spread", "--address", cluster.address, "--out", str(tmp_path)]
+    process = cluster.kvlab(*words)
+    wait_for(tmp_path, "*100000/pulls.parquet", process)
+    cluster.lose(1)
+    code, told, _ = document(process)
+    assert (code, told["cells"], told["failed"]) == (1, 3, 2)
+    table = pd.read_csv(next(tmp_path.rglob("cells.csv")))
+    assert table["outcome"].tolist() == ["completed", "failed", "failed"]
+    assert "was lost in mid-run" in table["note"][1] and "has no room" in table["note"][2]
+    assert len(runs.load(next(tmp_path.rglob("*100000"))).table("pulls")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.live
+def test_a_sweep_goes_on_when_the_node_of_a_cell_is_lost(cluster, tmp_path):
+    words = ["sweep", *WORDS, "-p", "limits=false", "-p", "repetitions=150", "--grid", "in_flight=1,2,3"]
+    words += ["--on", "ray", "--place", "pack", "--address", cluster.address, "--out", str(tmp_path)]
+    process = cluster.kvlab(*words)
+    deadline = time.monotonic() + LIMIT_S
+    while sum("pull_agent" in words for words in cluster.processes().values()) < 4:  # a pair on each node
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    cluster.lose(1)
+    code, told, _ = document(process)
+    assert (code, told["cells"], told["failed"]) == (1, 3, 1)
+    table = pd.read_csv(next(tmp_path.rglob("cells.csv")))
+    assert sorted(table["outcome"]) == ["completed", "completed", "failed"]
+    assert table["note"].str.contains("was lost in mid-run").sum() == 1
+
+
+ENGINES = ["run", "relative-to-nvlink", "--measure-only", "-p", "stand_in={layers: 2}", "-p", "max_model_len=1024"]
+ENGINES += ["-p", f"arms={ARMS}", "-p", "prompt_tokens=256", "-p", "output_tokens=4", "-p", "answer_prompts=1"]
+ENGINES += ["-p", "serial_requests=2", "-p", "concurrent_requests=2", "-p", "concurrency=2"]
+
+
+def check_engines(run, hand_over):
+    """Every request was pulled once, and each pull is joined to its phase, and to its request where that is alone."""
+    requests, pulls = run.table("requests"), run.table("pulls")
+    assert requests["error"].isna().all() and requests["prefill_ms"].isna().all() == (hand_over == "router")
+    phases = run.table("phases")
+    assert (phases["pulls"] == phases["requests"]).all() and (phases["vllm_transfers"] == phases["requests"]).all()
+    alone = pulls[pulls["concurrency"] == 1]
+    asked = requests[requests["concurrency"] == 1]
+    assert sorted(alone["request"].dropna()) == sorted(set(asked["request"]))
+    assert agrees(run.table("verdicts")["transport"].item(), "tcp")
+    roles = {n["role"]: n["node"] for n in run.manifest["ray"]["nodes"]}
+    assert roles == {"prefill": 0, "decode": 1, "load": 0} | ({"router": 0} if hand_over == "router" else {})
+    logs = {path.name for path in run.logs.rglob("*.log")}
+    assert logs == {"prefill-0.log", "decode-0.log", "bench.log"} | ({"router.log"} if hand_over == "router" else set())
+
+
+@pytest.mark.slow
+@pytest.mark.live
+@pytest.mark.parametrize(("place", "hand_over"), [("pack", "client"), ("pack", "router"), ("spread", "client")])
+def test_engines_on_one_node_and_on_two(cluster, tmp_path, place, hand_over):
+    pytest.importorskip("vllm")
+    words = ["--on", "ray", "--place", place, "--address", cluster.address, "--out", str(tmp_path)]
+    code, _, error = document(cluster.kvlab(*ENGINES, "-p", "repetitions=1", "-p", f"hand_over={hand_over}", *words))
+    assert code == 0, error
+    check_engines(run_of(tmp_path), hand_over)
+
+
+@pytest.mark.live
+def test_engines_behind_the_router_until_the_decode_engines_node_is_lost(cluster, tmp_path):
+    pytest.importorskip("vllm")
+    words = ["--on", "ray", "--address", cluster.address, "--out", str(tmp_path)]
+    process = cluster.kvlab(*ENGINES, "-p", "repetitions=100000", "-p", "hand_over=router", *words)
+    wait_for(tmp_path, "requests.parquet", process)
+    cluster.lose(1)
+    code, told, _ = document(process)
+    assert code == 1 and told["outcome"] == "failed" and "\n" not in told["error"]
+    assert "was lost in mid-run" in told["error"]
+    run = run_of(tmp_path)
+    # What a node saw is brought after each phase; of the lost node's log what had been said stays there.
+    pulls = run.table("pulls")
+    assert pulls.loc[pulls["concurrency"] == 1, "request"].notna().any()
+    assert len(run.table("requests")) >= len(pulls[pulls["phase"].notna()]) > 0
+    lost = {n["role"]: bool(n["lost"]) for n in run.manifest["ray"]["nodes"]}
+    assert lost == {"prefill": False, "decode": True, "load": False, "router": False}

@@ -1,6 +1,8 @@
 """kvlab sweep: the grid, resuming, failures kept; cells are stood in for, no pull is done here."""
 
 import json
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pandas as pd
@@ -8,7 +10,8 @@ import pytest
 
 from kvlab import runs
 from kvlab.cli import main
-from kvlab.errors import BadInput
+from kvlab.errors import BadInput, RunFailed
+from kvlab.placement import ray
 from kvlab.verbs import sweep
 
 
@@ -90,3 +93,31 @@ def test_every_cell_is_checked_before_the_first_runs(tmp_path, capsys, cells):
     error = capsys.readouterr().err
     assert "in_flight" in error and len(error.strip().splitlines()) == 1
     assert main(["sweep", "post-vs-completion", "--grid", "x=1", "--resume", str(tmp_path)]) == 2
+
+
+def test_a_lost_node_takes_one_cell_and_a_bug_does_not_hang_the_sweep(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("nixl")
+    seen = []
+
+    class Node:
+        lost = ""
+
+        def execute(self, words, log, files):
+            assert files["parameters.yaml"] and words[words.index("--on") + 1] == "here"
+            seen.append(words)
+            if self is first:
+                self.lost = "node 0 was lost in mid-run"
+                raise RunFailed(self.lost)
+            while not first.lost:
+                time.sleep(0.01)
+            if len(seen) == 3:
+                raise KeyError("no such thing")
+            return 0, json.dumps({"outcome": "completed", "run": None})
+
+    first, other = Node(), Node()
+    monkeypatch.setattr(ray, "every_node", lambda address, root: nullcontext([first, other]))
+    assert main(["sweep", "tcp-tuning", "--grid", "seed=1,2,3,4", "--on", "ray", "--out", str(tmp_path)]) == 1
+    assert last(capsys)["failed"] == 2 and len(seen) == 4
+    table = pd.read_csv(next(tmp_path.rglob("cells.csv")))
+    notes = table.loc[table["outcome"] == "failed", "note"].tolist()
+    assert sorted(notes) == ["'no such thing'", "node 0 was lost in mid-run"]
