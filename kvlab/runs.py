@@ -11,10 +11,14 @@ Every file is written to a temporary name and renamed, so a crash leaves the old
 from __future__ import annotations
 
 import datetime as dt
+import gzip
+import io
 import json
 import os
 import re
+import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -101,45 +105,33 @@ class Run:
 
     def write(self, name: str, frame: pd.DataFrame) -> None:
         """Write (replace) a tidy table after checking it against the schema."""
-        self._writable()
-        import io
-
         import pyarrow.parquet as pq
 
         buffer = io.BytesIO()
         pq.write_table(schema.conform(name, frame), buffer, compression="zstd")
-        try:
-            write_atomic(self.path / f"{name}.parquet", buffer.getvalue())
-        except OSError as error:
-            raise RunFailed(f"cannot write {name}.parquet into {self.path}: {error.strerror}") from None
+        self._save(f"{name}.parquet", buffer.getvalue())
 
     def update(self, **entries: Any) -> None:
         """Merge ``entries`` into manifest.json."""
         from kvlab.capture.redact import without
 
-        self._writable()
         self.manifest.update(entries)
-        text = without(_json(self.manifest).decode(), self.secrets)
+        self._save("manifest.json", without(_json(self.manifest).decode(), self.secrets).encode())
+
+    def _save(self, name: str, data: bytes) -> None:
+        if self.frozen:
+            raise RuntimeError(f"{self.path} is a recording; it is never written to")
         try:
-            write_atomic(self.path / "manifest.json", text.encode())
+            write_atomic(self.path / name, data)
         except OSError as error:
-            raise RunFailed(f"cannot write manifest.json into {self.path}: {error.strerror}") from None
+            raise RunFailed(f"cannot write {name} into {self.path}: {error.strerror}") from None
 
     def conclude(self, verdict: str, **numbers: Any) -> None:
         """Write summary.json: the verdict in words and the numbers it was computed from."""
         if self.out is not None:
-            document = {
-                "experiment": self.manifest["experiment"],
-                "run": str(self.path),
-                "outcome": self.manifest.get("outcome"),
-                "verdict": verdict,
-                **numbers,
-            }
-            write_atomic(self.out / "summary.json", _json(document))
-
-    def _writable(self) -> None:
-        if self.frozen:
-            raise RuntimeError(f"{self.path} is a recording; it is never written to")
+            who = {"experiment": self.manifest["experiment"], "run": str(self.path)}
+            said = {"outcome": self.manifest.get("outcome"), "verdict": verdict, **numbers}
+            write_atomic(self.out / "summary.json", _json(who | said))
 
     @contextmanager
     def recording(self) -> Iterator[Run]:
@@ -224,20 +216,24 @@ def new_folder(
     """
     stamp = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%S")
     name = f"{stamp}-{safe_name(label)}" if label else stamp
-    path = Path(run_dir) if run_dir else Path(out or "runs") / experiment / name
-    path = path.resolve()
-    try:
+    path = (Path(run_dir) if run_dir else Path(out or "runs") / experiment / name).resolve()
+    with _making(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if run_dir:
             path.mkdir(exist_ok=True)
             return path
         for n in range(2, 1000):
-            try:
+            with suppress(FileExistsError):
                 path.mkdir()
                 return path
-            except FileExistsError:
-                path = path.with_name(f"{name}-{n}")
-        raise BadInput(f"too many runs at {path.parent}")
+            path = path.with_name(f"{name}-{n}")
+    raise BadInput(f"too many runs at {path.parent}")
+
+
+@contextmanager
+def _making(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise BadInput(f"cannot make the run folder {path}: {error.strerror}; choose another with --out") from None
 
@@ -260,11 +256,11 @@ def create(
     from kvlab.capture.redact import redacted, secrets
 
     path = new_folder(experiment, out=out, run_dir=run_dir, label=label)
-    try:
-        (path / "logs").mkdir(exist_ok=True)
-        (path / "charts").mkdir(exist_ok=True)
+    with _making(path):
         if (path / "manifest.json").exists():
             raise BadInput(f"{path} holds a run already; choose another folder")
+        (path / "logs").mkdir(exist_ok=True)
+        (path / "charts").mkdir(exist_ok=True)
         manifest = {
             "experiment": experiment,
             "label": label,
@@ -278,8 +274,6 @@ def create(
             "provenance": provenance.collect(),
         }
         write_atomic(path / "manifest.json", _json(manifest))
-    except OSError as error:
-        raise BadInput(f"cannot make the run folder {path}: {error.strerror}; choose another with --out") from None
     run = Run(path, frozen=False)
     run.secrets = secrets([dict(params), dict(os.environ)])
     return run
@@ -315,11 +309,6 @@ def archive(folder: str | Path, target: str | Path) -> Path:
     The run may come from another machine: which paths were its own is read from the manifest as well.
     Raises BadInput when ``target`` is there already.
     """
-    import gzip
-    import re
-    import shutil
-    import sys
-
     source, target = find(folder), Path(target)
     if target.exists():
         raise BadInput(f"{target} is there already; a recording is not overwritten")
