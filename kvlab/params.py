@@ -20,26 +20,23 @@ from kvlab.errors import BadInput
 from kvlab.paths import shared_dir
 
 
+def _structured(value: Any) -> Any:
+    """Accept YAML or JSON text for a list or a mapping."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ValueError(f"{value!r} is not YAML") from None
+
+
 def _listed(value: Any) -> Any:
     """Accept ``a,b``, YAML or JSON text for a list, and a lone scalar for a list of one."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return _structured(value)
     if isinstance(value, str):
-        if value.lstrip().startswith("["):
-            try:
-                return yaml.safe_load(value)
-            except yaml.YAMLError:
-                raise ValueError(f"{value!r} is not a list") from None
         return [part.strip() for part in value.split(",") if part.strip()]
     return value if isinstance(value, list | tuple) else [value]
-
-
-def _structured(value: Any) -> Any:
-    """Accept YAML or JSON text for a mapping or a list of mappings."""
-    if isinstance(value, str):
-        try:
-            return yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"{value!r} is not YAML") from None
-    return value
 
 
 def _not_bool(value: Any) -> Any:
@@ -55,16 +52,18 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
 
 
-Number = Annotated[int, BeforeValidator(_not_bool)]
-Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
-Whole = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
-Positive = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
+_LIST, _DATA, _NUMBER = BeforeValidator(_listed), BeforeValidator(_structured), BeforeValidator(_not_bool)
+Count = Annotated[int, _NUMBER, Field(ge=1)]
+Whole = Annotated[int, _NUMBER, Field(ge=0)]
+Positive = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, BeforeValidator(_text)]
-Counts = Annotated[list[Count], BeforeValidator(_listed), Field(min_length=1)]
-Texts = Annotated[list[Text], BeforeValidator(_listed), Field(min_length=1)]
+Counts = Annotated[list[Count], _LIST, Field(min_length=1)]
+Texts = Annotated[list[Text], _LIST, Field(min_length=1)]
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Env = Annotated[dict[EnvName, Text], BeforeValidator(_structured)]
+Env = Annotated[dict[EnvName, Text], _DATA]
+#: fields of kvlab.engines.model.StandIn
+StandIn = Annotated[dict[str, Any], _DATA]
 
 
 class Strict(BaseModel):
@@ -89,7 +88,7 @@ class Arm(Strict):
     progress_thread: bool | None = None
 
 
-Arms = Annotated[list[Arm], BeforeValidator(_structured), Field(min_length=1)]
+Arms = Annotated[list[Arm], _DATA, Field(min_length=1)]
 
 
 class Experiment(Strict):
@@ -120,7 +119,7 @@ class WhichTransport(Experiment):
     """which-transport: read logs of anyone's engines and say what carried the pull."""
 
     #: logs to read, each on its own: paths; gzip and zstd too.  With logs nothing is replayed
-    log_path: Annotated[list[Text], BeforeValidator(_listed)] = []
+    log_path: Annotated[list[Text], _LIST] = []
     #: size of one descriptor; None: from vLLM's metrics lines, or assumed
     descriptor_bytes: Count | None = None
     #: the transport that the logs are expected to show; empty expects nothing
@@ -158,11 +157,11 @@ class OnRay(Strict):
     #: ``spread``: every bundle on a node of its own; ``pack``: all on one node
     place: Literal["spread", "pack"] = "spread"
     #: pulls: with more than two every node pulls from every other one; engines: a third takes router and load generator
-    nodes: Annotated[int, BeforeValidator(_not_bool), Field(ge=2)] = 2
+    nodes: Annotated[int, _NUMBER, Field(ge=2)] = 2
     #: of each engine, or a bundle's agents; GPUs None: as many as the engine has, or one where the KV lies on GPUs
     cpus: NotNegative = 1
     gpus: Whole | None = None
-    resources: Annotated[dict[Text, Positive], BeforeValidator(_structured)] = {}
+    resources: Annotated[dict[Text, Positive], _DATA] = {}
     #: of the router and of the load generator, beside the prefill engine or on a third node
     router_cpus: NotNegative = 1
     load_cpus: NotNegative = 1
@@ -171,7 +170,7 @@ class OnRay(Strict):
 
 
 #: None: everything on this machine
-Ray = Annotated[OnRay | None, BeforeValidator(_structured)]
+Ray = Annotated[OnRay | None, _DATA]
 
 
 class PullParams(Experiment):
@@ -205,8 +204,9 @@ class PullParams(Experiment):
         return data
 
 
-SHARED_MEMORY_AND_TCP = [
-    {"label": "shared memory", "env": {"UCX_TLS": "sm,self,cma,tcp"}, "expect": "shared memory"},
+_LOCAL = {"env": {"UCX_TLS": "sm,self,cma,tcp"}, "expect": "shared memory"}
+SHARED_MEMORY_AND_TCP: Any = [
+    {"label": "shared memory", **_LOCAL},
     {"label": "TCP", "env": {"UCX_TLS": "tcp"}, "expect": "tcp"},
 ]
 
@@ -214,7 +214,7 @@ SHARED_MEMORY_AND_TCP = [
 class PostVsCompletion(PullParams):
     """post-vs-completion: the pull of a model's KV at several prompt lengths, split into post and drain."""
 
-    arms: Arms = Field(default_factory=lambda: [Arm.model_validate(a) for a in SHARED_MEMORY_AND_TCP])
+    arms: Arms = Field(SHARED_MEMORY_AND_TCP, validate_default=True)
     #: a name of kvlab/layouts, or a path to a model's config.json
     layout: Text = "gemma-4-31b"
     tp: Count = 4
@@ -234,16 +234,16 @@ class DescriptorShape(PullParams):
     more in flight, a slower poll) change one thing at a time, at the first pull size.
     """
 
-    arms: Arms = Field(default_factory=lambda: [Arm.model_validate(a) for a in SHARED_MEMORY_AND_TCP])
+    arms: Arms = Field(SHARED_MEMORY_AND_TCP, validate_default=True)
     pull_bytes: Counts = [128 << 20]
     descriptor_bytes: Counts = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20]
     #: one descriptor of the whole pull, too
     whole: bool = True
     #: descriptor sizes at which the variations are measured; empty: none
-    varied_descriptor_bytes: Annotated[list[Count], BeforeValidator(_listed)] = [8 << 10, 128 << 10]
+    varied_descriptor_bytes: Annotated[list[Count], _LIST] = [8 << 10, 128 << 10]
     contiguous: bool = True
-    varied_in_flight: Annotated[list[Count], BeforeValidator(_listed)] = [4]
-    varied_poll_interval_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [10]
+    varied_in_flight: Annotated[list[Count], _LIST] = [4]
+    varied_poll_interval_ms: Annotated[list[Positive], _LIST] = [10]
     #: a cell (arm, case) that has taken this long gets no further repetition; one that would is left out
     cell_limit_s: Positive = 60
 
@@ -253,10 +253,10 @@ class EngineArm(Arm):
 
     block_size: Count | None = None
     max_num_batched_tokens: Count | None = None
-    kv_connector_extra_config: Annotated[dict[str, Any], BeforeValidator(_structured)] = {}
+    kv_connector_extra_config: Annotated[dict[str, Any], _DATA] = {}
 
 
-EngineArms = Annotated[list[EngineArm], BeforeValidator(_structured), Field(min_length=1)]
+EngineArms = Annotated[list[EngineArm], _DATA, Field(min_length=1)]
 
 
 class EngineParams(Experiment):
@@ -264,8 +264,8 @@ class EngineParams(Experiment):
 
     #: a hub name or a folder; empty: the stand-in model of ``stand_in``
     model: Text = ""
-    #: shape of the stand-in (fields of kvlab.engines.model.StandIn)
-    stand_in: Annotated[dict[str, Any], BeforeValidator(_structured)] = {}
+    #: shape of the stand-in
+    stand_in: StandIn = {}
     #: KV cache and weights; empty: float16 on CPU, the model's own on GPU
     dtype: Text = ""
     load_format: Text = ""
@@ -280,7 +280,7 @@ class EngineParams(Experiment):
     prefill_gpus: Text = ""
     decode_gpus: Text = ""
     #: further words of each engine's command line
-    engine_words: Annotated[list[Text], BeforeValidator(_listed)] = []
+    engine_words: Annotated[list[Text], _LIST] = []
     #: environment of every engine, below the arm's
     engine_env: Env = {}
     start_limit_s: Positive = 300
@@ -290,7 +290,7 @@ class EngineParams(Experiment):
 class RelativeToNvlink(EngineParams):
     """relative-to-nvlink: 1P1D engines, one arm a transport: pull, post, first token and throughput, relative."""
 
-    arms: EngineArms = Field(default_factory=lambda: [EngineArm.model_validate(a) for a in SHARED_MEMORY_AND_TCP])
+    arms: EngineArms = Field(SHARED_MEMORY_AND_TCP, validate_default=True)
     prompt_tokens: Counts = [512, 1024, 2048]
     output_tokens: Count = 16
     #: requests one at a time, and as many at once as ``concurrency`` says, in each repetition
@@ -311,6 +311,9 @@ class RelativeToNvlink(EngineParams):
     hand_over: Literal["client", "router", "dynamo"] = "client"
 
 
+_BLOCKS: Any = [{"label": f"{n} tokens a block", "block_size": n, **_LOCAL} for n in (32, 128)]
+
+
 class PostStall(EngineParams):
     """post-stall: does posting thousands of reads hold up the requests that the decode engine is running?
 
@@ -318,14 +321,7 @@ class PostStall(EngineParams):
     are cut into.  Control: the same prefills at the same rate, whose KV nobody pulls.
     """
 
-    arms: EngineArms = Field(
-        default_factory=lambda: [
-            EngineArm(
-                label=f"{n} tokens a block", block_size=n, env={"UCX_TLS": "sm,self,cma,tcp"}, expect="shared memory"
-            )
-            for n in (32, 128)
-        ]
-    )
+    arms: EngineArms = Field(_BLOCKS, validate_default=True)
     #: requests that decode all the time, from short prompts of their own
     steady_requests: Count = 4
     steady_prompt_tokens: Count = 32
@@ -339,6 +335,9 @@ class PostStall(EngineParams):
     starts: Count = 1
 
 
+LinkName = Annotated[Text, Field(pattern=r"^(none|\d+(\.\d+)?( per flow)?)$")]
+
+
 class TcpTuning(PullParams):
     """tcp-tuning: one knob of UCX's TCP and of NIXL at a time, over links of several rates between two places.
 
@@ -348,23 +347,15 @@ class TcpTuning(PullParams):
 
     arms: Arms = Field(default_factory=list, validate_default=False)
     #: ``none``, a cap in Gbps for all connections together, or ``N per flow`` for each TCP connection
-    links: Annotated[
-        list[Annotated[Text, Field(pattern=r"^(none|\d+(\.\d+)?( per flow)?)$")]],
-        BeforeValidator(_listed),
-        Field(min_length=1),
-    ] = [
-        "none",
-        "4.97",
-        "1.25 per flow",
-    ]
+    links: Annotated[list[LinkName], _LIST, Field(min_length=1)] = ["none", "4.97", "1.25 per flow"]
     #: UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; UCX's own are 8k and 64k
     segment_sizes: Texts = ["16k", "64k", "256k", "1m"]
     base_segment: Text = "256k"
     #: NIXL worker threads, each with a TCP connection of its own
-    thread_counts: Annotated[list[Count], BeforeValidator(_listed)] = [4]
+    thread_counts: Annotated[list[Count], _LIST] = [4]
     #: UCX_TCP_SNDBUF and UCX_TCP_RCVBUF; UCX's own leaves them to the kernel
-    socket_buffers: Annotated[list[Text], BeforeValidator(_listed)] = ["8m"]
-    rma_rails: Annotated[list[Count], BeforeValidator(_listed)] = [4]
+    socket_buffers: Annotated[list[Text], _LIST] = ["8m"]
+    rma_rails: Annotated[list[Count], _LIST] = [4]
     #: arms with threads pull each of these, others the first only: NIXL hands its threads pieces of 1,024
     descriptor_counts: Counts = [1023, 1024, 4096]
     descriptor_bytes: Count = 128 << 10
@@ -397,11 +388,15 @@ class TcpTuning(PullParams):
 _TCP_KNOBS = ("segment_sizes", "thread_counts", "socket_buffers", "rma_rails")
 
 
+def _pd_arm(**more: Any) -> Any:
+    return Field({"label": "1P1D", "nixl_threads": 0, **more}, validate_default=True)
+
+
 class ChunkFirst(EngineParams):
     """chunk-first: replicas over the prefill chunk (max-num-batched-tokens), then against 1P1D on equal hardware."""
 
     #: large enough that a whole prompt in one step holds up a running request for many ordinary steps
-    stand_in: Annotated[dict[str, Any], BeforeValidator(_structured)] = {
+    stand_in: StandIn = {
         "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "intermediate": 1408,
     }  # fmt: skip
     max_model_len: Count | None = 2048
@@ -416,28 +411,24 @@ class ChunkFirst(EngineParams):
     prompt_tokens: Count = 1024
     output_tokens: Count = 64
     #: offered loads in requests a second, over all engines (Poisson arrivals)
-    rates_rps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.5, 1]
+    rates_rps: Annotated[list[Positive], _LIST, Field(min_length=1)] = [0.5, 1]
     #: 36 and more: with fewer even a load that all of them keep has a Wilson interval that reaches below 90 percent
     requests: Count = 36
     repetitions: Count = 1
     #: environment and expected transport of 1P1D; NIXL's own threads would spin on the cores of CPU engines
-    pd_arm: Annotated[EngineArm, BeforeValidator(_structured)] = Field(
-        default_factory=lambda: EngineArm(
-            label="1P1D", env={"UCX_TLS": "sm,self,cma,tcp"}, expect="shared memory", nixl_threads=0
-        )
-    )
+    pd_arm: Annotated[EngineArm, _DATA] = _pd_arm(**_LOCAL)
     #: of an image, audio clip or video: the engine takes no smaller chunk unless their limits are 0
     max_tokens_per_mm_item: Whole = 0
-    limit_mm_per_prompt: Annotated[dict[str, Whole], BeforeValidator(_structured)] = {}
+    limit_mm_per_prompt: Annotated[dict[str, Whole], _DATA] = {}
     #: limits that configurations are ranked over
-    ttft_limits_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [
+    ttft_limits_ms: Annotated[list[Positive], _LIST] = [
         250, 350, 500, 700, 1000, 1400, 2000, 2800, 4000, 5600, 8000, 11200,
     ]  # fmt: skip
-    gap_limits_ms: Annotated[list[Positive], BeforeValidator(_listed)] = [
+    gap_limits_ms: Annotated[list[Positive], _LIST] = [
         20, 30, 40, 60, 80, 110, 150, 200, 300, 400, 550, 750, 1000, 1400, 2000, 3000,
     ]  # fmt: skip
     #: also measure step times at each chunk, for tcp-crossover's model: one long prompt beside one running request
-    step_prompt_tokens: Annotated[list[Count], BeforeValidator(_listed)] = []
+    step_prompt_tokens: Annotated[list[Count], _LIST] = []
     step_repetitions: Count = 3
 
 
@@ -445,7 +436,7 @@ class TcpCrossover(EngineParams):
     """tcp-crossover: step times and transfer at short inputs, the crossover predicted from them, then measured."""
 
     #: few KV heads and many layers: a step costs much beside its tokens, and a token's KV is small (2 KiB)
-    stand_in: Annotated[dict[str, Any], BeforeValidator(_structured)] = {
+    stand_in: StandIn = {
         "layers": 8, "hidden": 256, "heads": 2, "kv_heads": 1, "head_dim": 64, "intermediate": 512,
     }  # fmt: skip
     max_model_len: Count | None = 8192
@@ -464,7 +455,7 @@ class TcpCrossover(EngineParams):
     #: the prefill chunk of 1P1D
     pd_chunk_tokens: Count = 512
     #: rates of the link, at the calibration and at the check, in turn
-    rates_gbps: Annotated[list[Positive], BeforeValidator(_listed), Field(min_length=1)] = [0.05, 0.8]
+    rates_gbps: Annotated[list[Positive], _LIST, Field(min_length=1)] = [0.05, 0.8]
     #: requests of one kind in a repetition, one at a time
     requests: Count = 2
     repetitions: Count = 5
@@ -475,13 +466,8 @@ class TcpCrossover(EngineParams):
     #: end of the input lengths looked at
     most_tokens: Count = 8192
     #: environment and expected transport of 1P1D; segments above UCX's own 8 KiB, which is slow over a veth pair
-    pd_arm: Annotated[EngineArm, BeforeValidator(_structured)] = Field(
-        default_factory=lambda: EngineArm(
-            label="1P1D",
-            env={"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"},
-            expect="tcp",
-            nixl_threads=0,
-        )
+    pd_arm: Annotated[EngineArm, _DATA] = _pd_arm(
+        env={"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}, expect="tcp"
     )
 
 
