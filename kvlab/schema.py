@@ -113,6 +113,7 @@ _COLUMNS: dict[str, tuple[Any, ...]] = {
     "restarted": (_B, "Counter restarted"),
     "prefix_tokens": (_I, "Tokens before the step", "tokens"),
     "step_ms": (_F, "Step", "ms"),
+    "ordinary_ms": (_F, "Ordinary step", "ms"),
     "requests": (_I, "Requests"),
     "failed": (_I, "Failed requests"),
     "span_s": (_F, "Whole phase", "s"),
@@ -163,7 +164,7 @@ _TABLES = {
     ),
     "limits": "name! kind bytes seconds gb_per_s! link repetition prompt_tokens",
     "engine_metrics": "arm! engine phase metric! labels before after delta restarted",
-    "steps": "arm! prefix_tokens chunk_tokens step_ms! prompt_tokens repetition",
+    "steps": "arm! prefix_tokens chunk_tokens step_ms! ordinary_ms prompt_tokens repetition",
     "phases": (
         "arm! phase! start repetition warmup prompt_tokens output_tokens concurrency chunk_tokens block_size "
         "rate_rps requests failed start_s span_s duration_s pulled_tokens requests_per_s output_tokens_per_s "

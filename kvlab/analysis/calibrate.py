@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 
 from kvlab.analysis.cases import case as case
 from kvlab.analysis.cases import points as points
@@ -20,19 +20,31 @@ from kvlab.errors import BadInput
 TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 
 
-def fit_steps(steps: pd.DataFrame, draws: int = 0, seed: int = 1) -> tuple[Floats, pd.DataFrame]:
+def fit_steps(steps: pd.DataFrame, draws: int = 0) -> tuple[Floats, pd.DataFrame]:
     """Fit the three costs by non-negative least squares on relative residuals of the cells' medians.
 
-    Returns the costs (row 0 the estimate, the others draws) and a row a kind of step with ``step_ms``,
-    ``model_ms``, ``residual``.  The draws resample whole rounds (a drift falls on all cells) and flip the signs
-    of what the form leaves over (wild bootstrap): a little too wide rather than too narrow.
+    Where the steps name their prompt's ordinary step (column ``ordinary_ms``: the running request's own, nothing
+    prefilled beside it) a step is the longer of that and its costs, and every chunk size weighs the same.  A prompt's
+    first step is then left out if others follow: its gap begins at a token that an engine with asynchronous scheduling
+    gave out late, while it launched the next step.
+
+    Returns the costs and the floor (four columns; row 0 the estimate, the others draws; floor 0: not known) and a row a
+    kind of step with ``step_ms``, ``model_ms``, ``residual``.  The draws resample whole rounds (a drift falls on all
+    cells) and flip the signs of what the form leaves over (wild bootstrap): a little too wide rather than too narrow.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     rows = steps.dropna(subset=["prefix_tokens", "chunk_tokens", "step_ms"])
     rows = rows[(rows["chunk_tokens"] > 0) & (rows["step_ms"] > 0)]
-    rounds = rows["repetition"].fillna(0) if "repetition" in rows else 0
+    rows = rows.assign(r=rows["repetition"].fillna(0) if "repetition" in rows else 0)
+    known = "ordinary_ms" in rows and bool(rows["ordinary_ms"].notna().all())
+    if known:
+        rows = rows[(rows["prefix_tokens"] > 0) | (rows["chunk_tokens"] >= rows["prompt_tokens"])]
     kinds = ["prefix_tokens", "chunk_tokens"]
-    cells = rows.assign(r=rounds).pivot_table(index=kinds, columns="r", values="step_ms", aggfunc="median")
+
+    def by_round(column: str) -> pd.DataFrame:
+        return rows.pivot_table(index=kinds, columns="r", values=column, aggfunc="median")
+
+    cells = by_round("step_ms")
     s, n = (cells.index.get_level_values(i).to_numpy(float) for i in (0, 1))
     design = np.column_stack([np.ones(len(cells)), n, n * (2 * s + n)])
     scale = design.max(axis=0, initial=1)
@@ -41,22 +53,36 @@ def fit_steps(steps: pd.DataFrame, draws: int = 0, seed: int = 1) -> tuple[Float
             f"{len(cells)} kinds of step cannot tell the three costs apart; measure more chunks and prefixes"
         )
     values = cells.to_numpy(float)
-    middle = np.nanmedian(values, axis=1)
+    ordinary = by_round("ordinary_ms").to_numpy(float) if known else np.zeros_like(values)
+    weight = 1 / np.sqrt(pd.Series(n).groupby(n).transform("size").to_numpy(float)) if known else np.ones(len(cells))
 
-    def solve(y: Floats) -> Floats:
-        return np.asarray(nnls(design / scale / middle[:, None], y / middle)[0] / scale, float)
+    def solve(y: Floats, floor: Floats) -> Floats:
+        if not known:
+            return np.asarray(nnls(design / scale / y0[:, None], y / y0)[0] / scale, float)
+        start = np.array([1.0, (y / n)[n.argmax()] * scale[1], 1.0])
+        found = least_squares(
+            lambda costs: weight * (np.maximum(floor, design / scale @ costs) - y) / y0, start, bounds=(0, np.inf)
+        )
+        return np.asarray(found.x / scale, float)
 
-    found = [solve(middle)]
-    fitted = design @ found[0]
-    left = (middle - fitted) * np.sqrt(len(cells) / max(len(cells) - 3, 1))
-    for _ in range(draws):
-        drawn = values[:, rng.integers(0, values.shape[1], values.shape[1])]
+    def middle(columns: Any) -> tuple[Floats, Floats]:
+        drawn, floors = values[:, columns], ordinary[:, columns]
         empty = np.isnan(drawn).all(axis=1)
-        drawn[empty] = middle[empty, None]
-        noise = np.nanmedian(drawn, axis=1) - middle
-        found.append(solve(fitted + noise + left * rng.choice([-1.0, 1.0], len(cells))))
+        drawn[empty], floors[empty] = values[empty], ordinary[empty]
+        return np.nanmedian(drawn, axis=1), np.nanmedian(floors, axis=1)
+
+    y0, floor0 = middle(np.arange(values.shape[1]))
+    found = [np.append(solve(y0, floor0), np.median([np.median(floor0[n == size]) for size in np.unique(n)]))]
+    fitted = np.maximum(floor0, design @ found[0][:3])
+    left = (y0 - fitted) * np.sqrt(len(cells) / max(len(cells) - 3, 1))
+    for _ in range(draws):
+        y, floor = middle(rng.integers(0, values.shape[1], values.shape[1]))
+        y = fitted + (y - y0) + left * rng.choice([-1.0, 1.0], len(cells))
+        # The floor is one number an engine: its chunk sizes, drawn anew, say how far it can be known.
+        sizes = rng.choice(np.unique(n), len(np.unique(n))) if known else np.unique(n)
+        found.append(np.append(solve(y, floor), np.median([np.median(floor[n == size]) for size in sizes])))
     table = cells.index.to_frame(index=False).astype(int)
-    return np.array(found), table.assign(step_ms=middle, model_ms=fitted, residual=middle / fitted - 1)
+    return np.array(found), table.assign(step_ms=y0, model_ms=fitted, residual=y0 / fitted - 1)
 
 
 def _cells_of(points: pd.DataFrame, arm: str) -> list[pd.DataFrame]:
@@ -65,7 +91,7 @@ def _cells_of(points: pd.DataFrame, arm: str) -> list[pd.DataFrame]:
 
 
 def calibrate(
-    steps: pd.DataFrame, points: pd.DataFrame | None = None, *, base: Model = PUBLISHED, draws: int = 500, seed: int = 1
+    steps: pd.DataFrame, points: pd.DataFrame | None = None, *, base: Model = PUBLISHED, draws: int = 500
 ) -> list[Model]:
     """Fit a machine's constants; the first model is the estimate, the others are bootstrap draws of it.
 
@@ -77,12 +103,12 @@ def calibrate(
     :param base: takes from here what no run tells: KV bytes, windows, the prefill engine's chunk
     :raises BadInput: when the steps do not tell the three costs apart
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     kept = None if points is None else points[(points["phase"] == "calibrate") & points["ttft_ms"].notna()]
     models = []
-    for i, costs in enumerate(fit_steps(steps, draws, seed)[0]):
-        fixed, token, attention = map(float, costs)
-        m = replace(base, fixed_ms=fixed, token_ms=token, attention_ms=attention, source="fitted to runs")
+    for i, costs in enumerate(fit_steps(steps, draws)[0]):
+        names = ("fixed_ms", "token_ms", "attention_ms", "floor_ms")
+        m = replace(base, **dict(zip(names, map(float, costs), strict=True)), source="fitted to runs")
         m = replace(m, t0_ms=0.0, transfer_ms=0.0, link_share=1.0, decode_token_ms=None)
         models.append(m if kept is None or kept.empty else _with_overheads(m, kept, rng if i else None))
     return models
@@ -112,7 +138,8 @@ def _with_overheads(m: Model, points: pd.DataFrame, rng: np.random.Generator | N
 def constants(models: Sequence[Model]) -> pd.DataFrame:
     """Return the fitted constants with 95 percent intervals over the draws: ``name``, ``value``, ``low``, ``high``."""
     rows = []
-    for name in ("fixed_ms", "token_ms", "attention_ms", "t0_ms", "transfer_ms", "link_share"):
+    floor = ("floor_ms",) if models[0].floor_ms else ()
+    for name in ("fixed_ms", "token_ms", "attention_ms", *floor, "t0_ms", "transfer_ms", "link_share"):
         drawn = [getattr(m, name) for m in models[1:]] or [np.nan]
         low, high = np.quantile(drawn, TAILS)
         rows.append({"name": name, "value": getattr(models[0], name), "low": low, "high": high})
@@ -136,13 +163,13 @@ def crossover(models: Sequence[Model], gbps: float, **limits: Any) -> dict[str, 
     return found
 
 
-def check(models: Sequence[Model], points: pd.DataFrame, *, seed: int = 1) -> pd.DataFrame:
+def check(models: Sequence[Model], points: pd.DataFrame) -> pd.DataFrame:
     """Hold the prediction against TTFTs measured on both sides of the crossover (phase ``check``).
 
     A row a length and rate, with 1P1D's TTFT over the replica's: ``ratio`` measured with a bootstrap interval,
     ``predicted`` with the draws' interval, and ``outcome``: hit (both resolved, same side of 1), miss, unresolved.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     kept = points[points["phase"] == "check"].dropna(subset=["ttft_ms"])
     rows = []
     for both in _cells_of(kept, "1P1D"):

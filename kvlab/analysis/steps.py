@@ -11,6 +11,9 @@ in large chunks and pays the transfer instead.  Both TTFTs share all but that::
     replica  t0 + fixed * ceil(L / chunk(L)) + token * L + attention * L^2
     1P1D     t0 + fixed * ceil(L / 8192)     + token * L + attention * L^2 + transfer(L, link rate)
 
+Where the CPU launches every kernel (eager mode) a step takes at least as long as the launching, ``floor``, however few
+its tokens: a step is then the longer of the two.
+
 Times in ms, lengths in tokens, link rates in Gbps (10^9 bit/s).  Form and published constants were read off
 the figure of "Chunk First" (doi:10.5281/zenodo.23085600); its author states neither.
 """
@@ -41,6 +44,7 @@ class Model:
     """Constants of one machine, one model and one connector.
 
     :ivar fixed_ms, token_ms, attention_ms: a step's fixed cost, cost a token, cost a token and token of prefix
+    :ivar floor_ms: no step is shorter; 0 where the costs add up at every size
     :ivar t0_ms: what both sides add to the sum of the steps
     :ivar prefill_chunk: chunk of the prefill engine in 1P1D
     :ivar transfer_ms: the part of the transfer that does not depend on the link
@@ -60,6 +64,7 @@ class Model:
     window_bytes: float = 0.0
     window_tokens: int = 1
     decode_token_ms: float | None = None
+    floor_ms: float = 0.0
     source: str = ""
 
 
@@ -92,7 +97,7 @@ def with_layout(m: Model, layout: Layout) -> Model:
 def step_ms(m: Model, prefix: ArrayLike, chunk: ArrayLike) -> Floats:
     """Return the time of a step over ``chunk`` tokens after ``prefix``."""
     s, n = np.asarray(prefix, float), np.asarray(chunk, float)
-    return np.asarray(m.fixed_ms + m.token_ms * n + m.attention_ms * n * (2 * s + n))
+    return np.asarray(np.maximum(m.floor_ms, m.fixed_ms + m.token_ms * n + m.attention_ms * n * (2 * s + n)))
 
 
 def longest_step_ms(m: Model, tokens: ArrayLike, chunk: ArrayLike) -> Floats:
@@ -118,7 +123,21 @@ def ttft_replica_ms(m: Model, tokens: ArrayLike, chunk: ArrayLike) -> Floats:
     """Return a replica's TTFT at ``chunk``; infinite where the chunk is 0 (no chunk keeps the limit)."""
     length, size = np.asarray(tokens, float), np.asarray(chunk, float)
     steps = np.where(size > 0, np.ceil(length / np.maximum(size, 1)), np.inf)
-    return np.asarray(m.t0_ms + m.fixed_ms * steps + m.token_ms * length + m.attention_ms * length**2)
+    costs = m.t0_ms + m.fixed_ms * steps + m.token_ms * length + m.attention_ms * length**2
+    return np.asarray(costs + _lifted_ms(m, length, np.minimum(np.maximum(size, 1), length)) if m.floor_ms else costs)
+
+
+def _lifted_ms(m: Model, length: Floats, size: Floats) -> Floats:
+    """Return by how much the floor lifts the steps of a prefill: whole steps grow evenly with the prefix."""
+    whole = length // size
+    room = m.floor_ms - (m.fixed_ms + m.token_ms * size + m.attention_ms * size**2)
+    slope = 2 * m.attention_ms * size**2
+    short = np.clip(np.ceil(room / np.maximum(slope, 1e-12)), 0, whole)
+    last, rest = whole * size, length - whole * size
+    own = m.fixed_ms + m.token_ms * rest + m.attention_ms * rest * (2 * last + rest)
+    return np.asarray(
+        short * room - slope * short * (short - 1) / 2 + np.where(rest > 0, np.maximum(0, m.floor_ms - own), 0)
+    )
 
 
 def kv_bytes(m: Model, tokens: ArrayLike) -> Floats:
@@ -172,6 +191,7 @@ def window(
     length = np.arange(grid, most + 1, grid)
     slope = 2 * m.attention_ms if m.decode_token_ms is None else m.decode_token_ms
     room = gap_ms - m.fixed_ms - (m.token_ms if m.decode_token_ms is None else 0)
+    room = -1 if m.floor_ms > gap_ms else room
     # Rounded, so that the published edge comes back as the whole number it was.
     edge = np.inf if slope == 0 and room >= 0 else -1 if room < 0 else np.floor(round(room / slope, 6))
     both = ttft_1p1d_ms(m, length, gbps)

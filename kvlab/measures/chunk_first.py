@@ -190,7 +190,8 @@ def prefill_steps(request: pd.Series, sent_s: float, done_s: float, tokens: int,
     The prompt's answer and the running request's token leave the engine after the same step, so its steps are the gaps
     in a row, as many as it has chunks, that end next to the answer; a token delivered late may move them by one gap,
     so of these three places the one with the largest sum is taken.  Nothing is returned where a longer row lies
-    elsewhere between sending and answer, or where neighbouring whole steps differ far too much.
+    elsewhere between sending and answer, or where neighbouring whole steps differ far too much.  ``ordinary_ms`` of the
+    rows is the median gap before the sending and after the answer, when the request ran alone.
     """
     gaps = np.asarray(request["gaps_ms"], float)
     ends = request["start_s"] + (request["ttft_ms"] + np.cumsum(gaps)) / 1e3
@@ -209,7 +210,14 @@ def prefill_steps(request: pd.Series, sent_s: float, done_s: float, tokens: int,
     whole = found[: tokens // own]
     if (np.maximum(whole[1:], whole[:-1]) > UNLIKE * np.minimum(whole[1:], whole[:-1])).any():
         return []
+    alone = gaps[(ends < sent_s) | (ends - gaps / 1e3 > done_s)]
+    ordinary = float(np.median(alone)) if len(alone) else None
     return [
-        {"prefix_tokens": i * own, "chunk_tokens": min(own, tokens - i * own), "step_ms": float(g)}
+        {
+            "prefix_tokens": i * own,
+            "chunk_tokens": min(own, tokens - i * own),
+            "step_ms": float(g),
+            "ordinary_ms": ordinary,
+        }
         for i, g in enumerate(found)
     ]

@@ -44,13 +44,28 @@ def made_cells(factor=1.0):
 
 def test_exact_steps_give_the_constants_back():
     costs, table = calibrate.fit_steps(made_steps())
-    assert costs[0] == pytest.approx([12, 0.02, 2e-6])
+    assert costs[0] == pytest.approx([12, 0.02, 2e-6, 0])
     assert len(table) == 20 and table["residual"].abs().max() < 1e-9
 
 
 def test_costs_are_never_negative():
     flat = made_steps().assign(step_ms=lambda f: 20 - f["chunk_tokens"] / 1000)
     assert (calibrate.fit_steps(flat, draws=20)[0] >= 0).all()
+
+
+def test_a_floor_under_short_steps_is_not_taken_for_a_fixed_cost():
+    """Eager mode: no step below the CPU's 14 or 25 ms, first steps 20 ms short; the costs are 1, 0.02 and 2e-6."""
+    rows = []
+    for chunk, ordinary in ((64, 25.0), (256, 14.0), (1024, 14.0), (4096, 25.0)):
+        for prefix in range(0, 16384, chunk):
+            true = max(ordinary, 1 + 0.02 * chunk + 2e-6 * chunk * (2 * prefix + chunk))
+            rows += [(prefix, chunk, true - 20 * (prefix == 0 and chunk > 256), r, 16384, ordinary) for r in range(2)]
+    columns = ["prefix_tokens", "chunk_tokens", "step_ms", "repetition", "prompt_tokens", "ordinary_ms"]
+    frame = pd.DataFrame(rows, columns=columns)
+    costs, table = calibrate.fit_steps(frame, draws=5)
+    assert costs[0] == pytest.approx([1, 0.02, 2e-6, 19.5], rel=1e-3)
+    assert set(costs[:, 3]) <= {14, 19.5, 25} and table["residual"].abs().max() < 1e-3
+    assert calibrate.fit_steps(frame.drop(columns="ordinary_ms"))[0][0, 0] > 5
 
 
 @pytest.mark.parametrize(
@@ -65,7 +80,7 @@ def test_intervals_cover():
     inside = np.zeros(3)
     for seed in range(40):
         draws = calibrate.fit_steps(made_steps(0.05, seed=seed), draws=100)[0]
-        low, high = np.quantile(draws[1:], [0.025, 0.975], axis=0)
+        low, high = np.quantile(draws[1:, :3], [0.025, 0.975], axis=0)
         inside += (low <= [12, 0.02, 2e-6]) & (high >= [12, 0.02, 2e-6])
     assert (inside >= 35).all(), inside
 

@@ -100,3 +100,18 @@ def test_windows_over_all_axes():
     # More KV a token moves the edge out.
     heavy = found[(found["gbps"] == 95) & np.isinf(found["ttft_ms"]) & (found["token_bytes"] == 200_000)]
     assert pd.isna(heavy["lower"].item()) or heavy["lower"].item() > 5632
+
+
+@pytest.mark.parametrize("chunk", [64, 100, 512, 3000, 70_000])
+def test_with_a_floor_a_prefill_is_still_the_sum_of_its_steps(chunk):
+    m = steps.Model(2.0, 0.02, 4e-7, t0_ms=5, floor_ms=27)
+    for length in (1, 63, 64, 65, 5_000, 40_000):
+        ends = [*range(chunk, length, chunk), length]
+        parts = [float(steps.step_ms(m, a, b - a)) for a, b in zip([0, *ends], ends, strict=False)]
+        assert min(parts) >= 27
+        assert float(steps.ttft_replica_ms(m, length, chunk)) == pytest.approx(5 + sum(parts))
+
+
+def test_a_floor_above_the_gap_limit_leaves_no_chunk_and_no_window():
+    m = steps.Model(2.0, 0.02, 4e-7, floor_ms=60)
+    assert steps.largest_chunk(m, [4096], 50) == 0 and steps.window(m, 100, gap_ms=50).lower is None
