@@ -16,10 +16,11 @@ Formats, as their own sources say them:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -40,23 +41,20 @@ _COLUMN = re.compile(
     r"Block Size \(B\)|Batch Size|(?:Aggregate )?B/W \(\w+/Sec\)|Network Util \(%\)|(?:Avg|P99) [\w.]+ \(us\)"
 )
 _OPTION = re.compile(r"\(--(\w+)=[^)]*\)\s*:\s*(\S.*?)\s*$")
+_AVERAGES = "single {}: every figure is an average, so there are no intervals"
+_NO_LOG = "the transport (no UCX log here)"
 _MS = {"s": 1e3, "sec": 1e3, "seconds": 1e3, "ms": 1.0, "milliseconds": 1.0, "us": 1e-3, "ns": 1e-6}
 
 
 def recognise(path: str) -> tuple[str, Any]:
     """Return (format, content) of a file by its content alone; BadInput says in one line what is read."""
-    source = Input(path)
-    try:
+    with contextlib.closing(Input(path)) as source:
         data = source.read(MOST_BYTES + 1)
-    finally:
-        source.close()
     if not data.strip():
         raise BadInput(f"{path}: {source.damage or 'empty'}; kvlab import reads {READ}")
     if len(data) <= MOST_BYTES:
         text = data.decode("utf-8", "replace").lstrip("\ufeff")
-        documents = _documents(text)
-        name = _json_kind(path, documents)
-        if name:
+        if name := _json_kind(path, documents := _documents(text)):
             return name, documents
         if _HEADER.search(text):
             return "nixlbench", text
@@ -73,15 +71,12 @@ def _documents(text: str) -> list[dict[str, Any]]:
     """Return the JSON objects of a file that is one, or a line each (``--append-result``, JSON Lines); [] otherwise."""
     if text.lstrip()[:1] not in ("{", "["):
         return []
-    try:
-        try:
-            whole = json.loads(text)
-            found = whole if isinstance(whole, list) else [whole]
-        except ValueError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (ValueError, RecursionError):
-        return []
-    return [d for d in found if isinstance(d, dict)]
+    for parts in ([text], text.splitlines()):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = [json.loads(part) for part in parts if part.strip()]
+            found = found[0] if len(found) == 1 and isinstance(found[0], list) else found
+            return [d for d in found if isinstance(d, dict)]
+    return []
 
 
 def _json_kind(path: str, documents: list[dict[str, Any]]) -> str:
@@ -153,14 +148,12 @@ def vllm_bench(documents: list[dict[str, Any]], arm: str) -> tuple[pd.DataFrame,
         for i, (ttft, itl) in enumerate(zip(d["ttfts"], d["itls"], strict=True)):
             own = {k: v[i] if i < len(v) else None for k, v in lists.items()}
             gaps = [_number(g, 1e3) for g in itl or []]
-            rows.append(
-                _request(
-                    arm, f"{n}-{i}", _number(own["start_times"]), _number(ttft, 1e3), _number(ttft, 1e3) + sum(gaps),
-                    gaps_ms=gaps, error=own["errors"], prompt_tokens=_whole(own["input_lens"]),
-                    output_tokens=_whole(own["output_lens"]), rate_rps=rate if math.isfinite(rate) else math.nan,
-                    concurrency=_whole(d.get("max_concurrency")), chunk_tokens=chunk, phase=f"result {n}",
-                )
-            )  # fmt: skip
+            rows.append(_request(
+                arm, f"{n}-{i}", _number(own["start_times"]), _number(ttft, 1e3), _number(ttft, 1e3) + sum(gaps),
+                gaps_ms=gaps, error=own["errors"], prompt_tokens=_whole(own["input_lens"]),
+                output_tokens=_whole(own["output_lens"]), rate_rps=rate if math.isfinite(rate) else math.nan,
+                concurrency=_whole(d.get("max_concurrency")), chunk_tokens=chunk, phase=f"result {n}",
+            ))  # fmt: skip
         parts.append(_requests(rows))
     return pd.concat(parts, ignore_index=True), unknown
 
@@ -171,21 +164,20 @@ def aiperf(documents: list[dict[str, Any]], arm: str) -> tuple[pd.DataFrame, lis
     def value(record: dict[str, Any], name: str) -> Any:
         return _at(record, "metrics", name, "value")
 
-    def ms(record: dict[str, Any], name: str) -> float:
-        return _number(value(record, name), _MS.get(str(_at(record, "metrics", name, "unit")), math.nan))
+    def scale(record: dict[str, Any], name: str) -> float:
+        return _MS.get(str(_at(record, "metrics", name, "unit")), math.nan)
 
     rows = []
     for i, r in enumerate(documents):
         meta, error = r.get("metadata"), r.get("error")
-        chunks = value(r, "inter_chunk_latency")
-        scale = _MS.get(str(_at(r, "metrics", "inter_chunk_latency", "unit")), math.nan)
+        chunks, each = value(r, "inter_chunk_latency"), scale(r, "inter_chunk_latency")
+        ttft, e2e = (_number(value(r, n), scale(r, n)) for n in ("time_to_first_token", "request_latency"))
         if error:
             error = f"{_at(error, 'type') or ''} {_at(error, 'message') or ''}".strip() or str(error)
         prompt = value(r, "input_sequence_length")
         row = _request(
-            arm, _at(meta, "x_request_id") or i, _number(_at(meta, "request_start_ns"), 1e-9),
-            ms(r, "time_to_first_token"), ms(r, "request_latency"), error=error,
-            gaps_ms=[_number(c, scale) for c in chunks] if isinstance(chunks, list) else None,
+            arm, _at(meta, "x_request_id") or i, _number(_at(meta, "request_start_ns"), 1e-9), ttft, e2e, error=error,
+            gaps_ms=[_number(c, each) for c in chunks] if isinstance(chunks, list) else None,
             prompt_tokens=_whole(value(r, "error_isl") if prompt is None else prompt),
             output_tokens=_whole(value(r, "output_sequence_length")), phase=str(_at(meta, "benchmark_phase") or ""),
         )  # fmt: skip
@@ -213,17 +205,15 @@ def guidellm(documents: list[dict[str, Any]], arm: str) -> tuple[pd.DataFrame, l
                 times = _at(r, "info", "timings") or _at(r, "scheduler_info", "request_timings")
                 starts = (_at(r, "request_start_time"), _at(times, "request_start"), _at(r, "start_time"))
                 error = _at(r, "info", "error") or _at(r, "scheduler_info", "error") or _at(r, "error")
-                rows.append(
-                    _request(
-                        arm, _at(r, "request_id") or f"{n}-{status}-{i}",
-                        next((_number(s) for s in starts if s is not None), math.nan),
-                        _number(_at(r, "time_to_first_token_ms")), _number(_at(r, "request_latency"), 1e3),
-                        error=error or (None if status == "successful" else status),
-                        prompt_tokens=_whole(_at(r, "prompt_tokens")), output_tokens=_whole(_at(r, "output_tokens")),
-                        rate_rps=_number(_at(strategy, "rate")), phase=f"{n} {kind}",
-                        concurrency=_whole(_at(strategy, "streams") or _at(strategy, "max_concurrency")),
-                    )
-                )  # fmt: skip
+                rows.append(_request(
+                    arm, _at(r, "request_id") or f"{n}-{status}-{i}",
+                    next((_number(s) for s in starts if s is not None), math.nan),
+                    _number(_at(r, "time_to_first_token_ms")), _number(_at(r, "request_latency"), 1e3),
+                    error=error or (None if status == "successful" else status),
+                    prompt_tokens=_whole(_at(r, "prompt_tokens")), output_tokens=_whole(_at(r, "output_tokens")),
+                    rate_rps=_number(_at(strategy, "rate")), phase=f"{n} {kind}",
+                    concurrency=_whole(_at(strategy, "streams") or _at(strategy, "max_concurrency")),
+                ))  # fmt: skip
         total = _at(b, "request_totals", "total") or _at(b, "metrics", "request_totals", "total")
         if (_whole(total) or 0) > len(rows):
             unknown.append(f"benchmark {n} ran {total} requests and the file keeps {len(rows)}")
@@ -247,39 +237,31 @@ def metrics(before: str | None, after: str, arm: str) -> tuple[pd.DataFrame, pd.
                 "post_us": 1e3 * s["mean_post_ms"], "xfer_us": 1e3 * s["mean_xfer_ms"],
                 "repetition": 0, "warmup": False,
             })  # fmt: skip
-    unknown = ["single pulls: every figure is an average, so there are no intervals", "the transport (no UCX log here)"]
-    unknown += ["pulls in flight", *total["notes"]]
+    unknown = [_AVERAGES.format("pulls"), _NO_LOG, "pulls in flight", *total["notes"]]
     if total["restarted"] and before is not None:
-        unknown.append(
-            "counters went down: the engine restarted between the dumps, or they are not in the order BEFORE AFTER"
-        )
+        why = "the engine restarted between the dumps, or they are not in the order BEFORE AFTER"
+        unknown.append(f"counters went down: {why}")
     return rows, pd.DataFrame(pulls), unknown
 
 
-def _tables(text: str) -> Iterator[tuple[dict[str, str], list[dict[str, float]]]]:
-    """Yield (configuration, rows) of every table of nixlbench in a log, whatever stands before or between lines."""
+def _tables(text: str) -> list[tuple[dict[str, str], list[dict[str, float]]]]:
+    """Return (configuration, rows) of every table of nixlbench in a log, whatever stands before or between lines."""
     options: dict[str, str] = {}
     names: list[str] = []
-    rows: list[dict[str, float]] = []
+    found: list[tuple[dict[str, str], list[dict[str, float]]]] = []
     for line in text.splitlines():
         line = ESCAPES.sub("", line)
-        option = _OPTION.search(line)
-        if option or _HEADER.search(line):
-            if rows:
-                yield options, rows
-                options, rows = {} if option else options, []
-            names = [] if option else _COLUMN.findall(line[line.index("Block Size (B)") :])
-            options = {**options, option[1]: option[2]} if option else options
-            continue
-        words = line.split()[-len(names) :] if names else []
-        try:
-            values = [float(w) for w in words]
-        except ValueError:
-            continue
-        if len(values) == len(names) > 2 and all(map(math.isfinite, values)) and min(values[:2]) >= 1:
-            rows.append(dict(zip(names, values, strict=True)))
-    if rows:
-        yield options, rows
+        if option := _OPTION.search(line):
+            options, names = {**({} if names and found[-1][1] else options), option[1]: option[2]}, []
+        elif _HEADER.search(line):
+            names = _COLUMN.findall(line[line.index("Block Size (B)") :])
+            found.append((options, []))
+        elif names:
+            with contextlib.suppress(ValueError):
+                values = [float(word) for word in line.split()[-len(names) :]]
+                if len(values) == len(names) > 2 and all(map(math.isfinite, values)) and min(values[:2]) >= 1:
+                    found[-1][1].append(dict(zip(names, values, strict=True)))
+    return [(options, rows) for options, rows in found if rows]
 
 
 def nixlbench(text: str, arm: str) -> tuple[pd.DataFrame, list[str]]:
@@ -288,11 +270,8 @@ def nixlbench(text: str, arm: str) -> tuple[pd.DataFrame, list[str]]:
     Where a file holds several configurations each is an arm.  ``descriptors`` is the batch size (times the devices of
     mode MG); the older layout has no post, and ``post_us`` is then missing.
     """
-    found, rows = list(_tables(text)), []
-    unknown = [
-        "single transfers: every figure is an average, so there are no intervals",
-        "the transport (no UCX log here)",
-    ]
+    found, rows = _tables(text), []
+    unknown = [_AVERAGES.format("transfers"), _NO_LOG]
     for options, lines in found:
         label = f"{arm}: {_configuration(options)}" if len(found) > 1 else arm
         threads = max(1, _whole(_option(options, "num_threads")) or 1)
