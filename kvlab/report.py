@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import warnings
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from kvlab.runs import write_atomic
 
 _STYLE = """
-:root{color-scheme:light}
+:root{color-scheme:light;--ink:#1b1b1b;--ground:#fff;--soft:#f6f8fa;--line:#ddd;--faint:#666}
+@media screen and (prefers-color-scheme:dark){
+:root{color-scheme:dark;--ink:#e6e6e6;--ground:#14171a;--soft:#20252a;--line:#444;--faint:#9aa0a6}}
 body{max-width:60rem;margin:0 auto;padding:1rem;font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",
-sans-serif;color:#1b1b1b;background:#fff}
-h1,h2,h3{line-height:1.25}h2{margin-top:2.2rem;border-bottom:1px solid #ddd;padding-bottom:.2rem}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;background:#f6f8fa;padding:.7rem;border-radius:6px}
-.output{overflow-x:auto;margin:.8rem 0}.output svg{max-width:100%;height:auto}
-details.code>summary{color:#777;font-size:.75rem;cursor:pointer}
-nav{background:#f6f8fa;border-radius:6px;padding:.6rem 1rem;font-size:.9rem}nav ul{margin:.2rem 0;padding-left:1.2rem}
+sans-serif;color:var(--ink);background:var(--ground)}
+h1,h2,h3{line-height:1.25}h2{margin-top:2.2rem;border-bottom:1px solid var(--line);padding-bottom:.2rem}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;background:var(--soft);padding:.7rem;border-radius:6px}
+.output{overflow-x:auto;margin:.8rem 0}.output svg{max-width:100%;min-width:40rem;height:auto;border-radius:6px}
+.wide{overflow-x:auto}.wide td{overflow-wrap:anywhere;min-width:12rem}code{overflow-wrap:anywhere}
+#vg-tooltip-element{max-width:90vw}
+details.code>summary{color:var(--faint);font-size:.75rem;cursor:pointer}
+nav{background:var(--soft);border-radius:6px;padding:.6rem 1rem;font-size:.9rem}
+nav ul{margin:.2rem 0;padding-left:1.2rem}
 table{border-collapse:collapse}td,th{padding:.2rem .6rem}
 .stdout{border-left:4px solid #0072B2}.error{border-left:4px solid #D55E00}
 .banner{border:2px solid #D55E00;padding:.6rem 1rem;border-radius:6px}
@@ -28,6 +36,28 @@ table{border-collapse:collapse}td,th{padding:.2rem .6rem}
 
 #: what of the manifest a reader wants first
 _HEAD = ("experiment", "outcome", "label", "start", "end", "kvlab")
+
+
+_DRAW = """for (const old of document.querySelectorAll(".live")) {
+  const drawn = document.createElement("div")
+  const made = vegaEmbed(drawn, JSON.parse(old.dataset.spec), {actions: false, renderer: "svg"})
+  made.then(() => old.replaceChildren(drawn))
+}"""
+
+
+def _vega() -> str:
+    """Return Vega's scripts; putting them together takes seconds, so they are kept in the user's cache."""
+    import vl_convert
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlab"
+    path = cache / f"vega-{version('vl-convert-python')}.js"
+    with suppress(OSError):
+        return path.read_text("utf-8")
+    text = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed"))
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    return text
 
 
 def _markdown(text: str) -> str:
@@ -49,9 +79,9 @@ def _output(output: dict[str, Any]) -> str:
     if kind == "error":
         return f'<pre class="error">{html.escape(output["ename"])}: {html.escape(output["evalue"])}</pre>'
     data = output.get("data", {})
-    spec = data.get("application/vnd.vegalite.v5+json", {})
-    if any("bind" in p for p in spec.get("params", [])):
-        # Sliders: drawn by a Vega that travels in the page; the picture stays where scripts do not run.
+    spec = data.get("application/vnd.vegalite.v5+json")
+    if spec:
+        # Drawn by a Vega that travels in the page (tooltips, clicks); the picture stays where scripts do not run.
         svg = "".join(data.get("image/svg+xml", ""))
         return f'<div class="output live" data-spec="{html.escape(json.dumps(spec))}">{svg}</div>'
     for mime in ("image/svg+xml", "text/html", "image/png", "text/markdown", "text/plain"):
@@ -73,7 +103,7 @@ def _table(rows: dict[str, Any]) -> str:
         if value not in (None, "", [], {}):
             text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
             cells.append(f"<tr><th align=left>{html.escape(str(key))}</th><td>{html.escape(text)}</td></tr>")
-    return f"<table>{''.join(cells)}</table>"
+    return f'<div class="wide"><table>{"".join(cells)}</table></div>'
 
 
 def render(folder: Path) -> Path:
@@ -135,12 +165,7 @@ def render(folder: Path) -> Path:
         f'{"".join(parts)}<h2 id="provenance">Parameters and provenance</h2>{provenance}</body></html>'
     )
     if any('class="output live"' in p for p in parts):
-        import vl_convert
-
-        draw = 'document.querySelectorAll(".live").forEach(e=>vegaEmbed(e,JSON.parse(e.dataset.spec),{actions:false}))'
-        vega = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed")
-        scripts = f"<script>{vega}</script><script>{draw}</script>"
-        page = page.replace("</body></html>", f"{scripts}</body></html>")
+        page = page.replace("</body></html>", f"<script>{_vega()}</script><script>{_DRAW}</script></body></html>")
     path = folder / "report.html"
     write_atomic(path, page.encode())
     return path

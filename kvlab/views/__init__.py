@@ -6,7 +6,9 @@ import base64
 import html
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import great_tables as gt
 import pandas as pd
@@ -142,7 +144,7 @@ def experiments_table() -> gt.GT:
         }
         for e in sorted(experiments.EXPERIMENTS.values(), key=lambda e: e.notebook)
     ]
-    return tables.show(
+    shown: gt.GT = tables.show(
         pd.DataFrame(rows),
         "experiments",
         title="Experiments, in reading order",
@@ -154,6 +156,7 @@ def experiments_table() -> gt.GT:
             "recordings": "Recordings",
         },
     )
+    return shown.fmt(lambda name: f'<a href="{name}">{name}</a>', columns="notebook")
 
 
 class Machine:
@@ -183,40 +186,51 @@ def machine() -> Machine:
 
 
 class RecentRuns:
-    """The newest runs under a folder, each with its outcome, verdict and first chart."""
+    """The newest runs under some folders, each with its outcome, verdict and first chart."""
 
-    def __init__(self, out: str, most: int) -> None:
-        found = sorted(Path(out).glob("*/*/manifest.json"), key=lambda p: p.stat().st_mtime, reverse=True)
-        self.rows = [self._row(p.parent) for p in found[:most]]
-        self.out = out
+    def __init__(self, places: Sequence[str], most: int) -> None:
+        found = {p.resolve(): p for place in places for p in Path(place).glob("*/*/manifest.json")}
+        newest = sorted(found.values(), key=lambda p: p.stat().st_mtime, reverse=True)
+        self.rows = [self._row(p.parent) for p in newest[:most]]
+        self.none = f"no runs under {' or '.join(places)} yet"
 
     @staticmethod
     def _row(folder: Path) -> tuple[Path, str, str, str]:
-        verdict, outcome = "", "unreadable"
+        """Return the folder, its outcome and verdict, and a small picture of its first chart (base64 of a PNG)."""
+        verdict, outcome, picture = "", "unreadable", ""
         try:
             outcome = str(json.loads((folder / "manifest.json").read_text("utf-8"))["outcome"])
             verdict = str(json.loads((folder / "summary.json").read_text("utf-8"))["verdict"])
         except (OSError, ValueError, KeyError):
             pass  # a run that was interrupted has no summary
-        charts = sorted((folder / "charts").glob("*.png"), key=lambda p: p.stat().st_mtime)
-        picture = base64.b64encode(charts[0].read_bytes()).decode() if charts else ""
+        charts = sorted((folder / "charts").glob("*.svg"), key=lambda p: p.stat().st_mtime)
+        if charts:
+            import vl_convert
+
+            small = vl_convert.svg_to_png(charts[0].read_text("utf-8"), scale=0.5)
+            picture = base64.b64encode(small).decode()
         return folder, outcome, verdict, picture
 
     def __repr__(self) -> str:
-        return "\n".join(f"{p}  {o}  {v}" for p, o, v, _ in self.rows) or f"no runs under {self.out} yet"
+        return "\n".join(f"{p}  {o}  {v}" for p, o, v, _ in self.rows) or self.none
 
     def _repr_html_(self) -> str:
         if not self.rows:
-            return f"<p>no runs under <code>{html.escape(self.out)}</code> yet</p>"
-        cells = "".join(
-            f"<tr><td>{f'<img width=220 alt= src=data:image/png;base64,{picture}>' if picture else ''}</td>"
-            f"<td style='text-align:left'><b>{html.escape(str(folder))}</b><br>{html.escape(outcome)}<br>"
-            f"{html.escape(verdict)}</td></tr>"
-            for folder, outcome, verdict, picture in self.rows
-        )
+            return f"<p>{html.escape(self.none)}</p>"
+        cells = ""
+        for folder, outcome, verdict, picture in self.rows:
+            image = f"<img width=260 alt='first chart' src='data:image/png;base64,{picture}'>" if picture else ""
+            links = [name for name in ("report.html", "notebook.ipynb") if (folder / name).is_file()]
+            # JupyterLab opens what lies in or below its own folder.
+            inside = not str(folder).startswith("..")
+            opens = " ".join(f'<a href="{quote(str(folder / name))}">{name}</a>' for name in links if inside)
+            cells += (
+                f"<tr><td>{image}</td><td style='text-align:left'><b>{html.escape(str(folder))}</b><br>"
+                f"{html.escape(outcome)} {opens}<br>{html.escape(verdict)}</td></tr>"
+            )
         return f"<table>{cells}</table>"
 
 
-def recent_runs(out: str = "runs", most: int = 6) -> RecentRuns:
-    """Return the newest runs under ``out`` for display."""
-    return RecentRuns(out, most)
+def recent_runs(*places: str, most: int = 6) -> RecentRuns:
+    """Return the newest runs under ``places`` for display; by default those of this folder and the one above."""
+    return RecentRuns(places or ("runs", "../runs"), most)
