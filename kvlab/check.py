@@ -98,9 +98,14 @@ class View:
         return predict(self.facts, self.env, self.memory) if self.facts["ucx"] else None
 
     @property
+    def ucx(self) -> Mapping[str, Any]:
+        """What the UCX here says of itself; empty lists where there is none."""
+        return self.facts["ucx"] or {"transports": [], "modules": [], "variables": {}}
+
+    @property
     def here(self) -> set[str]:
         """Transports that this UCX has on this machine, whatever the arm allows."""
-        return {t.split("/")[0] for t in self.facts["ucx"]["transports"]} if self.facts["ucx"] else set()
+        return {t.split("/")[0] for t in self.ucx["transports"]}
 
     @property
     def has_gpus(self) -> bool:
@@ -114,12 +119,6 @@ class View:
         """What UCX_TLS asks for; nothing where it only excludes."""
         tls = self.env.get("UCX_TLS", "")
         return [] if tls.startswith("^") else named(tls)
-
-    @property
-    def segment(self) -> str | None:
-        """UCX's default TCP segment."""
-        default: str | None = self.facts["ucx"]["variables"].get("UCX_TCP_TX_SEG_SIZE") if self.facts["ucx"] else None
-        return default
 
     def allows(self, transport: str) -> bool:
         """Whether the arm's UCX_TLS lets ``transport`` through."""
@@ -157,11 +156,8 @@ class Finding:
 
 def misspelt(facts: Facts, names: Iterable[str]) -> list[str]:
     """Compare variables with those that UCX, NIXL and vLLM know; only near misses are named (UCX_HOME is nobody's)."""
-    lists = {
-        "UCX_": list((facts["ucx"] or {}).get("variables", [])),
-        "NIXL_": [*_NIXL_NAMES, *(facts["nixl"] or {}).get("variables", [])],
-        "VLLM_NIXL_": _VLLM_NAMES,
-    }
+    ours = {name: list((facts[name] or {}).get("variables", [])) for name in ("ucx", "nixl")}
+    lists = {"UCX_": ours["ucx"], "NIXL_": [*_NIXL_NAMES, *ours["nixl"]], "VLLM_NIXL_": _VLLM_NAMES}
     found = []
     for name in names:
         known = next((v for prefix, v in lists.items() if name.startswith(prefix)), [])
@@ -177,7 +173,7 @@ def _unknown(a: View) -> list[str]:
 
 
 def _not_built(a: View) -> list[str]:
-    modules = (a.facts["ucx"] or {}).get("modules")
+    modules = a.ucx["modules"]
     return [n for n in a.names if modules and not any(MODULE.get(t, modules[0]) in modules for t in members(n))]
 
 
@@ -188,7 +184,7 @@ def _not_here(a: View) -> list[str]:
 
 def _device(a: View) -> str | None:
     asked = a.env.get("UCX_NET_DEVICES", "all")
-    here = {t.split("/", 1)[1] for t in (a.facts["ucx"] or {"transports": []})["transports"]} - {"memory", "cuda"}
+    here = {t.split("/", 1)[1] for t in a.ucx["transports"]} - {"memory", "cuda"}
     wanted = {d.strip() for d in asked.split(",")}
     if not a.facts["ucx"] or asked.startswith("^") or "all" in wanted or wanted & {*here, *(d[:-2] for d in here)}:
         return None
@@ -218,9 +214,8 @@ def _label(a: View) -> str | None:
     p = a.prediction
     if a.probe or p is None or not a.has_gpus or (p.transports and not a.arm.expect):
         return None
-    if any(a.claims(t) for t in p.transports):
-        return None
-    return f"claims {a.arm.expect or 'nothing'}, expected {p}: {p.why}"
+    met = any(a.claims(t) for t in p.transports)
+    return None if met else f"claims {a.arm.expect or 'nothing'}, expected {p}: {p.why}"
 
 
 def _contradicts(a: View) -> str | None:
@@ -328,8 +323,8 @@ _RULES: list[tuple[str, str, str, Test, str, str, str]] = [
     ("not-nvlink", "arm", "trap", _not_nvlink, "the label says NVLink and there is none between the two GPUs",
      "other GPU numbers, or another label", "vllm-project/vllm#35799"),
     ("tcp-segment-default", "arm", "note",
-     lambda a: f"UCX_TCP_TX_SEG_SIZE is {a.segment}" if a.prediction and a.prediction.transports == ("tcp",)
-     and a.segment and "UCX_TCP_TX_SEG_SIZE" not in a.env else None,
+     lambda a: f"UCX_TCP_TX_SEG_SIZE is {own}" if a.prediction and a.prediction.transports == ("tcp",)
+     and (own := a.ucx["variables"].get("UCX_TCP_TX_SEG_SIZE")) and "UCX_TCP_TX_SEG_SIZE" not in a.env else None,
      "UCX sends TCP in small segments by default", "UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE of 256k on both sides",
      "kvlab run tcp-tuning"),
     ("socket-buffers-small", "arm", "note", _buffers, "the kernel's TCP buffers are small for a long fast road",
@@ -358,11 +353,10 @@ def judge(facts: Facts, views: Iterable[View] = ()) -> list[Finding]:
     views, found = list(views), []
     for rule in RULES.values():
         for view in [None] if rule.of == "machine" else views:
-            said = rule.test(facts if view is None else view)
-            for text in [said] if isinstance(said, str) and said else said or []:
-                found.append(
-                    Finding(rule.id, rule.weight, view.label if view else None, text, rule.remedy, rule.source)
-                )
+            said = rule.test(facts if view is None else view) or []
+            for text in [said] if isinstance(said, str) else said:
+                arm = view.label if view else None
+                found.append(Finding(rule.id, rule.weight, arm, text, rule.remedy, rule.source))
     return found
 
 
@@ -435,14 +429,8 @@ def document(facts: Facts, views: Iterable[View], findings: Iterable[Finding]) -
     return {
         "machine": {**facts, "ucx": library, "why_not": why_not(facts)},
         "arms": [
-            {
-                "arm": v.label,
-                "expect": v.arm.expect,
-                "memory": v.memory,
-                "descriptor_bytes": v.size,
-                "prediction": asdict(v.prediction) if v.prediction else None,
-                "probe": v.probe,
-            }
+            {"arm": v.label, "expect": v.arm.expect, "memory": v.memory, "descriptor_bytes": v.size}
+            | {"prediction": asdict(v.prediction) if v.prediction else None, "probe": v.probe}
             for v in views
         ],
         "findings": [asdict(f) for f in findings],
