@@ -16,12 +16,13 @@ import functools
 import math
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from kvlab.capture.machine import run, text
 
 WORD = 4
 SATURATED = (1 << 32) - 1
@@ -51,14 +52,8 @@ class Background(NamedTuple):
     rates: dict[Key, tuple[float, float]]
 
 
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # some drivers answer a read with EINVAL
-        return path.read_text("utf-8").strip()
-    return ""
-
-
-def _whole(text: str) -> int | None:
-    return int(text, 0) if re.fullmatch(r"\d{1,30}|0x[0-9a-fA-F]{1,16}", text) else None
+def _whole(number: str) -> int | None:
+    return int(number, 0) if re.fullmatch(r"\d{1,30}|0x[0-9a-fA-F]{1,16}", number) else None
 
 
 def read(root: Path = Path("/"), net: str = "proc/net/dev", nvlink: bool = True) -> Snapshot:
@@ -68,7 +63,7 @@ def read(root: Path = Path("/"), net: str = "proc/net/dev", nvlink: bool = True)
     :param net: the interface counters; ``proc/PID/net/dev`` gives those of another network namespace
     """
     counts: dict[Key, Count] = {}
-    for line in _text(root / net).splitlines()[2:]:
+    for line in text(root / net).splitlines()[2:]:
         name, _, numbers = line.partition(":")
         fields = numbers.split()
         if len(fields) > 8 and fields[0].isdigit() and fields[8].isdigit():
@@ -84,7 +79,7 @@ def _port(port: Path) -> dict[Key, Count]:
     found: dict[Key, Count] = {}
     for name in ("port_rcv_data", "port_xmit_data"):
         # Kernels before 4.5 kept the 64-bit counters apart.
-        wide, value = _text(port / "counters_ext" / f"{name}_64"), _text(port / "counters" / name)
+        wide, value = text(port / "counters_ext" / f"{name}_64"), text(port / "counters" / name)
         if wide or value:
             number = _whole(wide or value)
             note = "" if number is not None else f"the port says {wide or value!r}"
@@ -94,25 +89,17 @@ def _port(port: Path) -> dict[Key, Count]:
         return found
     for folder in (port / "hw_counters", port.parent.parent / "hw_counters"):
         for path in sorted(folder.glob("*")):
-            if re.search(r"bytes|octets", path.name, re.IGNORECASE) and (number := _whole(_text(path))) is not None:
+            if re.search(r"bytes|octets", path.name, re.IGNORECASE) and (number := _whole(text(path))) is not None:
                 found[device, "RDMA hw_counters", path.name] = Count(number)
-    if "ACTIVE" in _text(port / "state"):
+    if "ACTIVE" in text(port / "state"):
         for path in sorted((port.parent.parent / "device/net").glob("*")):
-            for name, number in _ethtool(path.name).items():
-                found[path.name, "ethtool", name] = Count(number)
+            for name, number in _ETHTOOL.findall(run(["ethtool", "-S", path.name])):
+                found[path.name, "ethtool", name] = Count(int(number))
     return found
 
 
 #: RDMA alone (mlx5), and the whole physical port
 _ETHTOOL = re.compile(r"^\s*((?:rx|tx)_(?:vport_rdma_unicast_bytes|bytes_phy)): (\d+)\s*$", re.MULTILINE)
-
-
-def _ethtool(interface: str) -> dict[str, int]:
-    try:
-        run = subprocess.run(["ethtool", "-S", interface], capture_output=True, text=True, timeout=5)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return {}
-    return {name: int(value) for name, value in _ETHTOOL.findall(run.stdout)}
 
 
 @functools.cache
@@ -209,23 +196,14 @@ def difference(
         if total == 0 and key[1].startswith("RDMA") and last is not None and last.value == 0:
             total = None
             notes.append("never moved: not usable on this driver, or no RDMA since boot; the counter cannot tell which")
-        rate, variance = others.rates.get(key, (None, 0.0)) if others else (None, 0.0)
-        watched = others.seconds if others else math.inf
-        rows.append(
-            {
-                "arm": arm,
-                "device": key[0],
-                "kind": key[1],
-                "counter": key[2],
-                "before_bytes": first.value * first.unit if first and first.value is not None else None,
-                "after_bytes": last.value * last.unit if last and last.value is not None else None,
-                "delta_bytes": total,
-                "background_bytes": None if rate is None else rate * spent,
-                "background_uncertainty_bytes": None
-                if rate is None
-                else math.sqrt(variance * spent * (1 + spent / watched)),
-                "usable": total is not None,
-                "note": "; ".join(notes),
-            }
-        )
+        ends = [c.value * c.unit if c and c.value is not None else None for c in (first, last)]
+        expected, unsure = None, None
+        if others and key in others.rates:
+            rate, variance = others.rates[key]
+            expected, unsure = rate * spent, math.sqrt(variance * spent * (1 + spent / others.seconds))
+        rows.append({
+            "arm": arm, "device": key[0], "kind": key[1], "counter": key[2], "before_bytes": ends[0],
+            "after_bytes": ends[1], "delta_bytes": total, "background_bytes": expected,
+            "background_uncertainty_bytes": unsure, "usable": total is not None, "note": "; ".join(notes),
+        })  # fmt: skip
     return rows

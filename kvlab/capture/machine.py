@@ -5,6 +5,7 @@ Nothing here judges; :mod:`kvlab.check` does.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import os
@@ -54,25 +55,26 @@ def facts(root: Path = Path("/"), env: Mapping[str, str] | None = None, command:
         "nvidia_devices": len(list((root / "dev").glob("nvidia[0-9]*"))),
         "amd": (root / "dev/kfd").exists(),
         "peermem": any((root / "sys/module" / m).exists() for m in ("nvidia_peermem", "nv_peer_mem")),
-        "open_driver": "Open Kernel Module" in _text(root / "proc/driver/nvidia/version"),
+        "open_driver": "Open Kernel Module" in text(root / "proc/driver/nvidia/version"),
         "rdma": rdma(root),
         "rdma_hidden": _hidden(root),
         "interfaces": interfaces(root),
         "container": _container(root, env),
         "namespaces": {n: _namespace(root, n) for n in _FIRST},
-        "ptrace_scope": _int(_text(root / "proc/sys/kernel/yama/ptrace_scope")),
+        "ptrace_scope": _int(text(root / "proc/sys/kernel/yama/ptrace_scope")),
         **{c: bool(int(_field(root, "status", r"CapEff:\s+(\w+)") or "0", 16) >> b & 1)
            for c, b in _CAPABILITIES.items()},
         "memlock_bytes": _int(_field(root, "limits", r"Max locked memory\s+(\w+)")),
         "shm_free_bytes": _shm(root),
-        "sockets": {n: _int((_text(root / "proc/sys/net" / n).split() or [""])[-1])
+        "sockets": {n: _int((text(root / "proc/sys/net" / n).split() or [""])[-1])
                     for n in ("core/rmem_max", "core/wmem_max", "ipv4/tcp_rmem", "ipv4/tcp_wmem")},
         "side_channel": side_channel(env),
         "environment": {k: v for k, v in sorted(env.items()) if _ENVIRONMENT.fullmatch(k)},
     }  # fmt: skip
 
 
-def _text(path: Path) -> str:
+def text(path: Path) -> str:
+    """Return a small file without white space around it, '' where it cannot be read (drivers answer with EINVAL)."""
     try:
         return path.read_text("utf-8", "replace").strip()
     except OSError:
@@ -84,7 +86,7 @@ def _int(text: str) -> int | None:
 
 
 def _field(root: Path, file: str, pattern: str) -> str:
-    found = re.search(pattern, _text(root / "proc/self" / file))
+    found = re.search(pattern, text(root / "proc/self" / file))
     return found[1] if found else ""
 
 
@@ -93,20 +95,13 @@ def _nixl() -> dict[str, Any] | None:
     where = ucx_build.libraries()
     if where is None or where["plugin"] is None:
         return None
-    packages = (where["module"].replace("_", "-"), "nixl")
-    versions = []
-    for name in packages:
-        try:
-            versions.append(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    name = b"CUDA_IPC_ENABLE_GET_ZCOPY"
-    return {
-        "version": versions[0] if versions else None,
-        "module": where["module"],
-        "gpu_reads_on": name in Path(where["plugin"]).read_bytes(),
-        "variables": _nixl_variables(Path(where["plugin"]).parent),
-    }
+    version, plugin = None, Path(where["plugin"])
+    for name in ("nixl", where["module"].replace("_", "-")):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+    reads = b"CUDA_IPC_ENABLE_GET_ZCOPY" in plugin.read_bytes()
+    names = _nixl_variables(plugin.parent)
+    return {"version": version, "module": where["module"], "gpu_reads_on": reads, "variables": names}
 
 
 def _nixl_variables(folder: Path) -> list[str]:
@@ -158,33 +153,26 @@ def rdma(root: Path) -> list[dict[str, Any]]:
     found = []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         device = port.parent.parent
-        gids = [(_text(g), int(g.name)) for g in sorted((port / "gids").glob("*"), key=lambda g: int(g.name))]
+        gids = [(text(g), int(g.name)) for g in sorted((port / "gids").glob("*"), key=lambda g: int(g.name))]
         usable = [(g, i) for g, i in gids if g.replace("0", "").strip(":")]
         # RoCE v2 on an IPv4 address is what routed networks need; otherwise the first that is set.
-        kinds = {i: _text(port / f"gid_attrs/types/{i}") for _, i in usable}
+        kinds = {i: text(port / f"gid_attrs/types/{i}") for _, i in usable}
         usable.sort(key=lambda x: (kinds[x[1]] != "RoCE v2", ":ffff:" not in x[0], x[1]))
         gid, index = usable[0] if usable else (None, None)
-        found.append(
-            {
-                "device": device.name,
-                "port": int(port.name),
-                "state": _text(port / "state").split(": ")[-1],
-                "link_layer": _text(port / "link_layer"),
-                "rate": _text(port / "rate"),
-                "gid": gid,
-                "gid_index": index,
-                "gid_type": kinds.get(index) if index is not None else None,
-                "interface": _text(port / f"gid_attrs/ndevs/{index}") or None,
-                "numa_node": _int(_text(device / "device/numa_node")),
-            }
-        )
+        found.append({
+            "device": device.name, "port": int(port.name), "state": text(port / "state").split(": ")[-1],
+            "link_layer": text(port / "link_layer"), "rate": text(port / "rate"), "gid": gid, "gid_index": index,
+            "gid_type": kinds.get(index) if index is not None else None,
+            "interface": text(port / f"gid_attrs/ndevs/{index}") or None,
+            "numa_node": _int(text(device / "device/numa_node")),
+        })  # fmt: skip
     return found
 
 
 def _hidden(root: Path) -> str:
     """Say whether an RDMA adapter is on the PCI bus (class 0x0207, or Mellanox Ethernet) and cannot be used."""
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
-        kind, vendor = _text(device / "class"), _text(device / "vendor")
+        kind, vendor = text(device / "class"), text(device / "vendor")
         if kind.startswith("0x0207") or (kind.startswith("0x0200") and vendor == "0x15b3"):
             if not list((root / "sys/class/infiniband").glob("*")):
                 return "no RDMA device is in /sys/class/infiniband (driver, or network namespace)"
@@ -196,8 +184,8 @@ def interfaces(root: Path) -> list[dict[str, Any]]:
     """Read the network interfaces under /sys/class/net: state, speed, MTU."""
     found = []
     for path in sorted((root / "sys/class/net").glob("*")):
-        speed, mtu = _int(_text(path / "speed")), _int(_text(path / "mtu"))
-        up = _text(path / "operstate") == "up" or path.name == "lo"
+        speed, mtu = _int(text(path / "speed")), _int(text(path / "mtu"))
+        up = text(path / "operstate") == "up" or path.name == "lo"
         found.append({"name": path.name, "up": up, "mtu": mtu, "mbit_per_s": speed if speed and speed > 0 else None})
     return found
 

