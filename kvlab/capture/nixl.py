@@ -46,6 +46,8 @@ TX_BYTES, RX_BYTES, TX_REQUESTS, RX_REQUESTS, XFER_TIME, POST_TIME = 0, 1, 2, 3,
 UNKNOWN = -1
 #: the producer says how many events its staging queue dropped (version 4; later versions renumber it)
 DROPPED = 20
+#: at which interval engines write to their rings: bounds how well a pull's time is known
+FLUSH_S = 0.01
 _NAMES = [f"agent_{name}" for name in (
     "tx_bytes", "rx_bytes", "tx_requests_num", "rx_requests_num", "memory_registered", "memory_deregistered",
     "xfer_time", "xfer_post_time", "err_not_posted", "err_invalid_param", "err_backend", "err_not_found",
@@ -62,11 +64,10 @@ _LAYOUTS: dict[tuple[int, int], np.dtype[Any]] = {
 _PLAIN = np.dtype([("type", "<u4"), ("pad", "V4"), ("value", "<u8")])
 
 
-def environment(directory: Path | str, buffer_size: int = 65536, run_interval_ms: int = 10) -> dict[str, str]:
+def environment(directory: Path | str, buffer_size: int = 65536) -> dict[str, str]:
     """Return the environment that makes a NIXL process write its rings into ``directory``.
 
-    ``buffer_size`` events (a power of two, NIXL refuses others) bound both the ring and the writer's staging
-    queue; the interval at which it flushes bounds how well a pull's time is known.
+    ``buffer_size`` events (a power of two, NIXL refuses others) bound both the ring and the writer's staging queue.
     """
     if buffer_size < 16 or buffer_size & (buffer_size - 1):
         raise BadInput(f"NIXL_TELEMETRY_BUFFER_SIZE {buffer_size}: NIXL wants a power of two, 16 or more")
@@ -75,7 +76,7 @@ def environment(directory: Path | str, buffer_size: int = 65536, run_interval_ms
         "NIXL_TELEMETRY_DIR": str(directory),
         "NIXL_TELEMETRY_EXPORTER": "BUFFER",
         "NIXL_TELEMETRY_BUFFER_SIZE": str(buffer_size),
-        "NIXL_TELEMETRY_RUN_INTERVAL": str(run_interval_ms),
+        "NIXL_TELEMETRY_RUN_INTERVAL": str(round(FLUSH_S * 1e3)),
     }
 
 
@@ -319,12 +320,8 @@ class _Followed:
     def report(self) -> dict[str, Any]:
         others = self.grouper.others
         return {
-            "ring": self.ring.path.name,
-            "version": self.ring.version,
-            "capacity": self.ring.capacity,
-            "reads": self.reads,
-            "writes": self.writes,
-            "bytes": self.bytes,
+            **{"ring": self.ring.path.name, "version": self.ring.version, "capacity": self.ring.capacity},
+            **{"reads": self.reads, "writes": self.writes, "bytes": self.bytes},
             "incomplete_events": self.grouper.incomplete + len(self.grouper._types),
             "dropped_events": self.grouper.dropped,
             "errors": {_NAMES[k]: n for k, n in sorted(others.items()) if 8 <= k < DROPPED},
@@ -337,16 +334,13 @@ class Follower:
     """Follows, in a thread, every ring that appears in a directory which only kvlab's engines write to.
 
     Use it as a context manager; leaving it reads once more, so leave it after the engines have ended.
-    ``began_s`` (by ``time.monotonic``, which no setting of the clock moves) is the zero of ``start_s``; ``flush_s`` is
-    the engines' run interval.
+    ``began_s`` (by ``time.monotonic``, which no setting of the clock moves) is the zero of ``start_s``.
     """
 
-    def __init__(
-        self, directory: Path | str, began_s: float | None = None, flush_s: float = 0.01, poll_s: float = 0.02
-    ):
+    def __init__(self, directory: Path | str, began_s: float | None = None, poll_s: float = 0.02):
         self.directory = Path(directory)
         self.began_s = time.monotonic() if began_s is None else began_s
-        self._flush_s, self._poll_s = flush_s, poll_s
+        self._poll_s = poll_s
         self._rings: dict[str, _Followed] = {}
         self._not_ready: dict[str, str] = {}
         self._parts: list[_Part] = []
@@ -391,7 +385,7 @@ class Follower:
                         state.alive = False
                         continue
                     if len(rows):
-                        ended = state.seen_s - self._flush_s, time.monotonic() - self.began_s
+                        ended = state.seen_s - FLUSH_S, time.monotonic() - self.began_s
                         self._parts.append((name, rows, reads, *ended))
                     state.seen_s = now
 

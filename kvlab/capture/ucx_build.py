@@ -50,7 +50,7 @@ def _variants() -> list[str]:
     return [f"nixl_cu{found[1]}"] if found else ["nixl_cu13", "nixl_cu12", "nixl"]
 
 
-def look(env: Mapping[str, str], limit_s: float = 20) -> dict[str, Any] | None:
+def look(env: Mapping[str, str]) -> dict[str, Any] | None:
     """Return what the library says of itself and this machine under ``env``, or None where there is none.
 
     :returns: ``version``, ``modules`` (in the wheel), ``unloadable`` (those that cannot load -> why), ``transports``
@@ -66,11 +66,11 @@ def look(env: Mapping[str, str], limit_s: float = 20) -> dict[str, Any] | None:
     paths = os.pathsep.join(filter(None, [here, env.get("PYTHONPATH", "")]))
     try:
         done = subprocess.run(
-            words, env={**env, "PYTHONPATH": paths}, capture_output=True, text=True, errors="replace", timeout=limit_s
+            words, env={**env, "PYTHONPATH": paths}, capture_output=True, text=True, errors="replace", timeout=20
         )
         text, error = done.stdout, "" if done.returncode == 0 else f"ended with code {done.returncode}"
     except subprocess.TimeoutExpired:
-        text, error = "", f"gave no answer within {limit_s:g} s"
+        text, error = "", "gave no answer within 20 s"
     said = {**where, **parse(text), "error": error}
     inherited = [v.removeprefix("UCX_SELF_") for v in said["variables"] if v.startswith("UCX_SELF_")]
     if where["folder"]:
