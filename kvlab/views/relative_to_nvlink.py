@@ -9,14 +9,14 @@ import great_tables as gt
 import numpy as np
 import pandas as pd
 
-from kvlab import charts, published, tables
+from kvlab import charts, published
 from kvlab.analysis import compare, cost
 from kvlab.analysis import relative as analysis
 from kvlab.analysis.join import ttft_parts
 from kvlab.analysis.split import median_interval, warm
 from kvlab.capture.ucx import agrees
 from kvlab.runs import Run
-from kvlab.views import arms, baseline
+from kvlab.views import arms, baseline, build
 from kvlab.views import descriptor_shape as shape
 
 PULL, POST, TTFT, _, RATE = analysis.QUANTITIES
@@ -44,53 +44,34 @@ def sentence(run: Run) -> str:
     pulls = warm(run.table("pulls"))
     phases = run.table("phases")
     rounds = phases[~phases["warmup"].astype(bool)].groupby("arm")["repetition"].nunique()
-    each = f"{rounds.min()}" if rounds.min() == rounds.max() else f"{rounds.min()} to {rounds.max()}"
     starts = int(phases["start"].nunique())
     per = pulls.groupby(["prompt_tokens", "arm"])[["bytes", "descriptors"]].median().groupby("prompt_tokens").nunique()
-    same = ["bytes" if (per["bytes"] <= 1).all() else "", "descriptors" if (per["descriptors"] <= 1).all() else ""]
-    words = " and ".join(x for x in same if x)
+    words = " and ".join(c for c in ("bytes", "descriptors") if (per[c] <= 1).all())
     equal = f"same {words} in every arm" if words else "bytes and descriptors differ between arms"
     return (
-        f"{equal}; {each} rounds in each of {starts} start{'s' if starts > 1 else ''} of each arm's engines, warm-up "
-        f"left out; same prompts in every arm; {run.id}; machine possibly shared"
+        f"{equal}; {build.span(rounds.min(), rounds.max(), 'd')} rounds in each of {starts} start"
+        f"{'s' if starts > 1 else ''} of each arm's engines, warm-up left out; same prompts in every arm; {run.id}; "
+        "machine possibly shared"
     )
 
 
 def ratio_table(found: pd.DataFrame, run: Run) -> gt.GT:
     """Show the ratios, a row a quantity, prompt length and arm."""
-    frame = found.copy()
-    frame["interval"] = [
-        f"{low:.2f} to {high:.2f}" if pd.notna(low) else "too few rounds"
-        for low, high in zip(frame["low"], frame["high"], strict=True)
-    ]
-    frame["resolved"] = frame["different"].map({True: "yes", False: "no"})
-    labels = {"quantity": "Quantity", "prompt_tokens": "Prompt (tokens)", "arm": "Arm", "ratio": "Ratio"}
-    return tables.show(
-        frame,
-        "relative",
-        title=f"Relative to {baseline(run)}",
-        labels={**labels, "interval": "95 % interval", "resolved": "Differs from 1", "n": "Rounds"},
-        decimals={"prompt_tokens": 0, "ratio": 2},
-        note=f"Ratios of medians of rounds; {sentence(run)}.",
-    )
+    ends = found[["low", "high"]].to_numpy()
+    interval = [f"{low:.2f} to {high:.2f}" if low == low else "too few rounds" for low, high in ends]
+    frame = found.assign(interval=interval, resolved=found["different"].map({True: "yes", False: "no"}))
+    title, note = f"Relative to {baseline(run)}", f"Ratios of medians of rounds; {sentence(run)}."
+    columns = "quantity prompt_tokens arm ratio interval resolved n"
+    return build.table(frame, "relative", title, columns, note, n="Rounds")
 
 
 def ratio_chart(found: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw the ratios with intervals, a panel a quantity."""
     case = found["quantity"] + ", " + found["prompt_tokens"].map(charts.lengths)
     frame = charts.ratio_points(found).assign(case=case)
-    chart = charts.points_with_interval(
-        frame,
-        charts.title(f"Relative to {baseline(run)}", run, sentence(run)),
-        x="ratio",
-        low="low",
-        high="high",
-        x_title="Ratio (log scale, 95 % interval)",
-        log=True,
-        reference=1.0,
-        text="text",
-    )
-    return charts.show(chart, "relative", run)
+    text = (f"Relative to {baseline(run)}", sentence(run), "ratio", "low", "high")
+    how = {"x_title": "Ratio (log scale, 95 % interval)", "text": "text"}
+    return build.intervals(frame, run, "relative", *text, log=True, reference=1.0, **how)
 
 
 def published_table() -> gt.GT:
@@ -98,22 +79,18 @@ def published_table() -> gt.GT:
     frame = published.load("roce_vs_nvlink")
     frame = frame[frame["quantity"].isin(PUBLISHED)].copy()
     frame["quantity"] = frame["quantity"].map(PUBLISHED)
-    wide = frame.pivot_table(
-        index=["quantity", "transport"], columns="prompt_tokens", values="value", sort=False
-    ).reset_index()
-    lengths = [c for c in wide.columns if not isinstance(c, str)]
-    wide = wide.rename(columns={c: f"t{int(c)}" for c in lengths})
-    wide["status"] = "published"
-    labels = {"quantity": "Quantity", "transport": "Transport"} | {
-        f"t{int(c)}": charts.lengths(float(c)) for c in lengths
-    }
-    return tables.show(
-        wide,
+    frame["length"] = frame["prompt_tokens"].map(lambda n: f"t{n:.0f}")
+    keys = ["quantity", "transport"]
+    wide = frame.pivot_table(index=keys, columns="length", values="value", sort=False).reset_index()
+    lengths = {f"t{n:.0f}": charts.lengths(n) for n in frame["prompt_tokens"].unique()}
+    return build.table(
+        wide.assign(status="published"),
         "published",
-        title="The same table as published: one B300 node, relative to NVLink (cuda_ipc)",
-        labels={**labels, "status": "Status"},
-        decimals={f"t{int(c)}": 2 for c in lengths},
-        note="RoCE vs NVLink notes (B300); vLLM 0.23, NIXL 1.3.1, Gemma 4 31B at TP4. See data/published.",
+        "The same table as published: one B300 node, relative to NVLink (cuda_ipc)",
+        f"quantity transport {' '.join(lengths)} status",
+        "RoCE vs NVLink notes (B300); vLLM 0.23, NIXL 1.3.1, Gemma 4 31B at TP4. See data/published.",
+        dict.fromkeys(lengths, 2),
+        **lengths,
     )
 
 
@@ -129,30 +106,19 @@ def absolute_table(run: Run) -> gt.GT:
             if own.empty or ask.empty:
                 continue
             pull, low, high = median_interval(own["xfer_us"] / 1e3)
-            rows.append(
-                {
-                    "arm": arm,
-                    "prompt_tokens": int(tokens),
-                    "n": len(own),
-                    "mb": own["bytes"].median() / 1e6,
-                    "descriptors": own["descriptors"].median(),
-                    "post_ms": own["post_us"].median() / 1e3,
-                    "pull_ms": pull,
-                    "interval": f"{low:.3g} to {high:.3g}",
-                    "post_share": (own["post_us"] / own["xfer_us"]).median(),
-                    "ttft_ms": ask["ttft_ms"].median(),
-                }
-            )
-    names = {"arm": "Arm", "prompt_tokens": "Prompt (tokens)", "n": "Pulls", "mb": "MB", "descriptors": "Descriptors"}
-    times = {"post_ms": "Post (ms)", "pull_ms": "Pull (ms)", "interval": "95 % interval (ms)"}
-    return tables.show(
-        pd.DataFrame(rows),
+            size, count, post = own[["bytes", "descriptors", "post_us"]].median()
+            share = (own["post_us"] / own["xfer_us"]).median()
+            row = (arm, int(tokens), len(own), size / 1e6, count, post / 1e3, pull, f"{low:.3g} to {high:.3g}", share)
+            rows.append((*row, ask["ttft_ms"].median()))
+    columns = "arm prompt_tokens n mb descriptors post_ms pull_ms interval post_share ttft_ms"
+    return build.table(
+        pd.DataFrame(rows, columns=columns.split()),
         "absolute",
-        title="One request at a time, medians",
-        labels={**names, **times, "post_share": "Post share", "ttft_ms": "TTFT (ms)"},
-        decimals={"prompt_tokens": 0, "mb": 1, "descriptors": 0, "post_ms": 2, "pull_ms": 2, "ttft_ms": 1},
-        percent=("post_share",),
-        note="Descriptors: vLLM's own sum over its pulls. Post and pull: NIXL's times, from its telemetry ring.",
+        "One request at a time, medians",
+        columns,
+        "Descriptors: vLLM's own sum over its pulls. Post and pull: NIXL's times, from its telemetry ring.",
+        {"post_ms": 2, "pull_ms": 2, "ttft_ms": 1},
+        interval="95 % interval (ms)",
     )
 
 
@@ -194,21 +160,11 @@ def reconciliation_table(run: Run) -> gt.GT:
     """Show the rings' totals beside vLLM's own counters."""
     frame = analysis.reconciled(run.table("phases"))
     frame["mb"], frame["vllm_mb"] = frame["pulled_bytes"] / 1e6, frame["vllm_bytes"] / 1e6
-    losses = run.manifest.get("ring_losses") or ["none"]
-    names = {
-        "arm": "Arm",
-        "pulls": "Pulls in NIXL's ring",
-        "vllm_transfers": "Transfers by vLLM",
-        "mb": "MB by the ring",
-    }
-    return tables.show(
-        frame,
-        "reconciled",
-        title="Every pull caught? NIXL's ring against vLLM's counters",
-        labels={**names, "vllm_mb": "MB (vLLM)", "byte_difference": "Difference (B)"},
-        decimals={"pulls": 0, "vllm_transfers": 0, "mb": 1, "vllm_mb": 1, "byte_difference": 0},
-        note=f"Over all phases, warm-up included. Losses reported by the ring: {'; '.join(losses)}.",
-    )
+    losses = "; ".join(run.manifest.get("ring_losses") or ["none"])
+    title = "Every pull caught? NIXL's ring against vLLM's counters"
+    note = f"Over all phases, warm-up included. Losses reported by the ring: {losses}."
+    columns = "arm pulls vllm_transfers mb vllm_mb byte_difference"
+    return build.table(frame, "reconciled", title, columns, note, mb="MB by the ring")
 
 
 def answers_text(run: Run) -> str:
@@ -243,8 +199,7 @@ def user(run: Run, found: pd.DataFrame) -> str:
 
 def predictions(run: Run, found: pd.DataFrame) -> list[str]:
     """Hold the notebook's predictions of TCP against shared memory to the ratios; none where the arms are others."""
-    over = dict(zip(run.table("verdicts")["arm"], run.table("verdicts")["transport"].fillna(""), strict=True))
-    said = []
+    over, said = build.transports(run), []
     for arm in arms(run)[1:]:
         if not (agrees(over.get(baseline(run), ""), "shared memory") and agrees(over.get(arm, ""), "tcp")):
             continue
@@ -259,6 +214,27 @@ def predictions(run: Run, found: pd.DataFrame) -> list[str]:
             word = "holds" if holds.all() else "is REFUTED" if refuted.any() else "is not resolved"
             said.append(f"{arm}: the prediction that {what} {word}")
     return said
+
+
+def tcp_predictions(run: Run) -> str:
+    """Hold what params/relative_to_nvlink/h200_tcp.yaml predicted of one request at a time to medians of its pulls."""
+    pulls, asked = (warm(run.table(n)).query("concurrency == 1") for n in ("pulls", "requests"))
+    pulls = pulls.assign(share=100 * pulls["post_us"] / pulls["xfer_us"])
+    keys, (first, other) = ["arm", "prompt_tokens"], arms(run)[:2]
+    xfer, share = (pulls.groupby(keys)[c].median() for c in ("xfer_us", "share"))
+    ttft = asked.groupby(keys)["ttft_ms"].median()
+    checks = (
+        ("the pull over TCP takes 20 to 30 times as long", xfer[other] / xfer[first], 20, 30, "times"),
+        ("the post is more than half of a cuda_ipc pull", share[first], 50, 100, "percent"),
+        ("the post is less than 2 percent of a TCP pull", share[other], 0, 2, "percent"),
+        ("the first token comes 5 to 9 times later over TCP", ttft[other] / ttft[first], 5, 9, "times"),
+    )
+    said = []
+    for what, seen, low, high, unit in checks:
+        word = "holds" if seen.between(low, high).all() else "does NOT hold at every length"
+        each = ", ".join(f"{v:.3g} at {charts.lengths(float(n))}" for n, v in seen.items())
+        said.append(f"{what}: {word} ({each}; {unit})")
+    return "\n".join(said)
 
 
 def conclude(run: Run, found: pd.DataFrame) -> str:
@@ -277,14 +253,11 @@ def conclude(run: Run, found: pd.DataFrame) -> str:
             elif sure.empty:
                 said.append(f"{arm}: {quantity} not told apart from {baseline(run)}")
             else:
-                low, high = sure["ratio"].min(), sure["ratio"].max()
-                span = f"{low:.2f}" if round(low, 2) == round(high, 2) else f"{low:.2f} to {high:.2f}"
+                span = build.span(sure["ratio"].min(), sure["ratio"].max())
                 lengths = ", ".join(map(charts.lengths, sorted(sure["prompt_tokens"])))
                 said.append(f"{arm}: {quantity} {span} times {baseline(run)}'s (at {lengths})")
     said += [*predictions(run, found), f"does it matter to the user: {user(run, found)}", answers_text(run)]
-    if run.manifest["outcome"] == "contradicted":
-        said.insert(0, "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest.get("contradictions", [])))
-    verdict = "\n".join(said)
+    verdict = "\n".join([*build.contradiction(run), *said])
     run.conclude(verdict, ratios=found.to_dict("records"))
     return verdict
 
@@ -319,28 +292,15 @@ def block_sizes(engines: Run, agents: Run, agents_arm: str) -> pd.DataFrame:
         ttft = asked[(asked["arm"] == arm) & (asked["prompt_tokens"] == tokens)]["ttft_ms"].dropna()
         pull, first = median_interval(own["xfer_us"] / 1e3), median_interval(ttft)
         same = beside.get((arm, tokens), (1.0, 1.0, 1.0))
-        row = {
-            "arm": arm,
-            "prompt_tokens": round(float(str(tokens))),
-            "n": len(own),
-            "block_size": settings[str(arm)]["block_size"],
-        }
-        row |= {
-            "usual": arm in usual,
-            "descriptors": n,
-            "kib": size / n / 1024,
-            "post_ms": own["post_us"].median() / 1e3,
-        }
+        row = {"arm": arm, "prompt_tokens": round(float(str(tokens))), "n": len(own), "usual": arm in usual}
+        row |= {"block_size": settings[str(arm)]["block_size"], "descriptors": n, "kib": size / n / 1024}
+        row |= {"post_ms": own["post_us"].median() / 1e3, "gb_per_s": size / (pull[0] * 1e6)}
         row |= {f"{q}{e}": v for q, x in (("pull", pull), ("ttft", first)) for e, v in zip(ENDS, x, strict=True)}
         row |= {f"ttft_ratio{e}": v for e, v in zip(("", "_low", "_high"), same, strict=True)}
         row |= {"predicted_ms": guess["xfer_us"] / 1e3, "extrapolated": bool(guess["extrapolated"])}
         row |= {"unsplit_ms": few["xfer_us"] / 1e3 if n < shape.SPLIT_AT else np.nan, "ttft_n": len(ttft)}
-        row |= {
-            "every_thread": n >= threads * shape.SPLIT_AT,
-            "post_per_descriptor_us": (own["post_us"] / n).median(),
-            "gb_per_s": size / (pull[0] * 1e6),
-        }
-        rows.append(row | {"pull_share": pull[0] / first[0]})
+        row |= {"every_thread": n >= threads * shape.SPLIT_AT, "pull_share": pull[0] / first[0]}
+        rows.append(row | {"post_per_descriptor_us": (own["post_us"] / n).median()})
     return pd.DataFrame(rows).sort_values(["prompt_tokens", "descriptors"], ascending=[True, False], ignore_index=True)
 
 
@@ -361,27 +321,18 @@ def block_size_table(found: pd.DataFrame) -> gt.GT:
         marked=found["extrapolated"].map({True: "extrapolated", False: ""}),
         percent=found["pull_share"] * 100,
     )
-    names = {"arm": "Arm", "prompt_tokens": "Prompt (tokens)", "n": "Pulls", "descriptors": "Descriptors"}
-    names |= {"kib": "KiB each", "post_ms": "Post (ms)", "post_per_descriptor_us": "µs a descriptor"}
-    names |= {"pull_ms": "Pull (ms)", "interval": "95 % interval (ms)", "predicted_ms": "Predicted (ms)", "marked": ""}
-    names |= {
-        "gb_per_s": "GB/s",
-        "ttft_ms": "TTFT (ms)",
-        "percent": "Pull / TTFT (%)",
-        "ratio": "TTFT to the largest block's",
-    }
-    return tables.show(
+    return build.table(
         frame,
         "blocks",
-        title="The same KV in fewer, larger blocks: vLLM on one H200, one request at a time",
-        labels=names,
-        decimals={
-            **dict.fromkeys(("prompt_tokens", "descriptors", "kib", "gb_per_s", "ttft_ms"), 0),
-            **dict.fromkeys(("post_ms", "pull_ms", "predicted_ms", "post_per_descriptor_us", "percent"), 1),
-        },
-        note="Predicted: the cost model fitted to two bare NIXL agents with four threads on one H200 "
+        "The same KV in fewer, larger blocks: vLLM on one H200, one request at a time",
+        "arm prompt_tokens n descriptors kib post_ms post_per_descriptor_us pull_ms interval predicted_ms marked "
+        "gb_per_s ttft_ms percent ratio",
+        "Predicted: the cost model fitted to two bare NIXL agents with four threads on one H200 "
         "(descriptor-shape), which never saw these pulls. Ratios of first tokens: 95 % intervals over rounds; one "
         "start of the engines an arm.",
+        {"ratio": None},
+        interval="95 % interval (ms)",
+        ratio="TTFT to the largest block's",
     )
 
 
@@ -445,13 +396,12 @@ def block_size_chart(found: pd.DataFrame, engines: Run, run: Run) -> charts.Show
 
 def stops_mattering(found: pd.DataFrame) -> dict[int, int]:
     """Return, for each prompt length, the least block from which on no first token is resolved to be longer."""
-    out = {}
-    for tokens, rows in found[found["usual"]].groupby("prompt_tokens"):
-        longer = rows.loc[rows["ttft_ratio_low"] > 1, "block_size"]
-        out[int(str(tokens))] = int(
-            rows.loc[rows["block_size"] > longer.max(), "block_size"].min() if len(longer) else rows["block_size"].min()
-        )
-    return out
+    usual = found[found["usual"]]
+    # Past the last block whose first token is resolved to be longer; all of them where none is (its maximum is nan).
+    longer = usual[usual["ttft_ratio_low"] > 1].groupby("prompt_tokens")["block_size"].max()
+    past = usual[~(usual["block_size"] <= usual["prompt_tokens"].map(longer))]
+    least = past.groupby("prompt_tokens")["block_size"].min()
+    return dict(zip(map(int, least.index), map(int, least), strict=True))
 
 
 def block_size_findings(found: pd.DataFrame) -> str:
