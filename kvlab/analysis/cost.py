@@ -57,18 +57,18 @@ class Fit:
     residuals: pd.DataFrame
 
 
-def fit(pulls: pd.DataFrame, *, block: str = "repetition", seed: int = 1) -> Fit:
+def fit(pulls: pd.DataFrame) -> Fit:
     """Fit one arm's pulls (of one number in flight); BadInput for several arms or none."""
-    d = warm(take(pulls, ["arm", *SHAPE, *TIMES], (block, "warmup", "error")))
+    d = warm(take(pulls, ["arm", *SHAPE, *TIMES], ("repetition", "warmup", "error")))
     d = d[(d[[*SHAPE, *TIMES]] > 0).all(axis=1)]
     if len(names := d["arm"].unique()) != 1:
         raise BadInput(f"a cost model is of one arm's pulls; got {', '.join(map(str, names)) or 'no pulls'}")
     key = d[SHAPE]
     if len(key.drop_duplicates()) > MOST_SHAPES:
         key = (key.transform(np.log2) * 8).round()
-    d = d.assign(shape=key.groupby(SHAPE).ngroup(), block=block_ids(d, block))
+    d = d.assign(shape=key.groupby(SHAPE).ngroup(), block=block_ids(d))
     shapes, known = d.groupby("shape"), d[d["block"] >= 0]
-    cells, rng = shapes[[*SHAPE, *TIMES]].median().assign(pulls=shapes.size()), np.random.default_rng(seed)
+    cells, rng = shapes[[*SHAPE, *TIMES]].median().assign(pulls=shapes.size()), np.random.default_rng(1)
     theta, draws = _solve(cells[[*SHAPE, *TIMES]].to_numpy(float), rng)
     if (blocks := known["block"].nunique()) < FEWEST:
         return _made(str(names[0]), theta, draws, cells, "covariance over shapes")
@@ -92,7 +92,7 @@ def _solve(cells: Array, rng: np.random.Generator | None = None) -> tuple[Array,
     n, size, post, xfer = cells.T
     x, theta, draws = np.column_stack([np.ones(len(n)), n, size]), np.zeros(6), np.zeros((NORMAL_DRAWS, 6))
     counts, sizes, lengths = (float(v.max() / v.min()) for v in (n, size, size / n))
-    p, s = post_costs(n, size, post)
+    p, s = post_costs(cells[:, :3])
     copies = bool(np.median(post / xfer) >= SYNCHRONOUS_SHARE and np.median(s * size - p * n) > 0)
     # Most needed first: no more of them than there are shapes.
     own = [1] + [2] * copies + [0] * (counts >= SPREAD and (not copies or sizes >= SPREAD))

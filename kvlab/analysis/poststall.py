@@ -77,7 +77,7 @@ def met(pulls: pd.DataFrame, requests: pd.DataFrame, phases: pd.DataFrame) -> pd
     return out.rename(columns={"pull_ms": "gap_ms", "pull": "pulls"})
 
 
-def fit(found: pd.DataFrame, value: str = "gap_ms", seed: int = 1) -> dict[str, Any]:
+def fit(found: pd.DataFrame, value: str = "gap_ms") -> dict[str, Any]:
     """Fit ``value = a_ms + b * post_ms`` to rows of :func:`met`: ``b`` and ``a_ms`` with ``_low`` and ``_high``, ``n``.
 
     Theil and Sen's line, which a few long gaps of another cause do not bend.  The interval resamples whole phases
@@ -91,7 +91,7 @@ def fit(found: pd.DataFrame, value: str = "gap_ms", seed: int = 1) -> dict[str, 
     names = ("b", "b_low", "b_high", "a_ms", "a_low_ms", "a_high_ms")
     if not blocks:
         return {**dict.fromkeys(names, np.nan), "n": 0, "blocks": 0}
-    picks = np.random.default_rng(seed).integers(0, len(blocks), (DRAWS, len(blocks)))
+    picks = np.random.default_rng(1).integers(0, len(blocks), (DRAWS, len(blocks)))
     drawn = [_line(np.concatenate([blocks[i] for i in pick])) for pick in picks]
     ends = np.nanquantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     ends = ends if len(blocks) >= compare.FEWEST else np.full_like(ends, np.nan)

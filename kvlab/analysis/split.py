@@ -8,7 +8,7 @@ above, missing where the interval is.  (Where only looks make progress a pull ta
 
 - the largest of post, poll, and drain less poll names it: ``post-bound``, ``poll-bound`` or ``drain-bound``;
 - ``synchronous`` instead of post-bound: the post is :data:`SYNCHRONOUS_SHARE` of the pull or more *and* follows
-  the bytes, not the count of descriptors (:func:`post_by_size`).  Such a transport (cma) copies inside the call that
+  the bytes, not the count of descriptors (:func:`post_costs`).  Such a transport (cma) copies inside the call that
   posts, and fewer descriptors would not help it.  Seeing that takes descriptors of different sizes in the arm;
   without, ``post_bytes_share`` is missing, and post-bound says only where the time went.
 
@@ -79,26 +79,20 @@ def median_interval(values: Sequence[float] | np.ndarray | pd.Series) -> tuple[f
     n = len(x)
     if not n:
         return (np.nan, np.nan, np.nan)
+    # The pair (k-th, n+1-k-th) covers with at least the confidence wanted.
     k = int(stats.binom.ppf((1 - CONFIDENCE) / 2, n, 0.5))
-    # The pair (k-th, n+1-k-th) covers with at least the confidence wanted; ppf gives the next one in.
-    k = k if stats.binom.cdf(k - 1, n, 0.5) <= (1 - CONFIDENCE) / 2 and k >= 1 else k - 1
     middle = float((x[(n - 1) // 2] + x[n // 2]) / 2)
     return (middle, np.nan, np.nan) if k < 1 else (middle, float(x[k - 1]), float(x[n - k]))
 
 
-def post_by_size(cells: pd.DataFrame) -> tuple[float, float]:
+def post_costs(shapes: np.ndarray) -> tuple[float, float]:
     """Return the post's cost per descriptor (us) and per byte (us) over shapes; (nan, nan) if not separable.
 
     Least squares of the relative residuals of ``post_us = p * descriptors + s * bytes``, p and s >= 0 (scipy nnls).
-    ``cells``: a row a shape; where sizes differ by less than :data:`SIZE_SPREAD` count and bytes rise together.
+    ``shapes``: a row a shape, columns descriptors, bytes, post_us; where sizes differ by less than
+    :data:`SIZE_SPREAD` count and bytes rise together.
     """
-    return post_costs(*(cells[c].to_numpy(float) for c in ("descriptors", "bytes", "post_us")))
-
-
-def post_costs(descriptors: np.ndarray, size: np.ndarray, post_us: np.ndarray) -> tuple[float, float]:
-    """Return what :func:`post_by_size` does, of arrays: one entry a shape."""
-    rows = np.column_stack([descriptors, size, post_us])
-    rows = rows[(rows > 0).all(axis=1)]
+    rows = shapes[(shapes > 0).all(axis=1)]
     length = rows[:, 1] / rows[:, 0]
     if len(length) < 2 or length.max() < SIZE_SPREAD * length.min():
         return (np.nan, np.nan)
@@ -121,7 +115,8 @@ def summary(pulls: pd.DataFrame, by: Sequence[str] = ("arm", "prompt_tokens")) -
     # All shapes of an arm tell what its post is paid for, whatever groups are asked for.
     arms = [c for c in ("arm",) if c in p]
     shapes = p.groupby([*arms, "descriptors", "bytes"], observed=True)["post_us"].median().reset_index()
-    costs = {key.get("arm"): post_by_size(cells) for key, cells in groups(shapes, arms)}
+    values = ["descriptors", "bytes", "post_us"]
+    costs = {key.get("arm"): post_costs(cells[values].to_numpy(float)) for key, cells in groups(shapes, arms)}
     rows = []
     for key, g in groups(p, by):
         counts = {c: float(g[c].median()) for c in ("descriptors", "bytes")}
@@ -133,8 +128,7 @@ def summary(pulls: pd.DataFrame, by: Sequence[str] = ("arm", "prompt_tokens")) -
         row |= {f"{name}_share": float(g[f"{name}_share"].median()) for name in ("drain", "poll")}
         row |= _with_interval("post_per_descriptor{}_us", g["post_us"] / g["descriptors"])
         row |= _with_interval("rate{}_gb_s", g["bytes"] / g["xfer_us"] / 1e3)
-        unknown = (np.nan, np.nan)
-        own = {costs.get(a, unknown) for a in (g["arm"].unique() if arms else [None])}
+        own = {costs.get(a, (np.nan, np.nan)) for a in (g["arm"].unique() if arms else [None])}
         per_descriptor, per_byte = own.pop() if len(own) == 1 else (np.nan, np.nan)
         by_bytes, whole = per_byte * row["bytes"], per_descriptor * row["descriptors"] + per_byte * row["bytes"]
         row["post_bytes_share"] = by_bytes / whole if whole > 0 else np.nan

@@ -127,14 +127,9 @@ def wilson(passed: Any, n: Any) -> tuple[Floats, Floats]:
 
 
 def grid(
-    requests: pd.DataFrame | pa.Table,
-    ttft_limits_ms: Sequence[float],
-    gap_limits_ms: Sequence[float],
-    *,
-    config: str = "arm",
-    load_by: str = "rate_rps",
+    requests: pd.DataFrame | pa.Table, ttft_limits_ms: Sequence[float], gap_limits_ms: Sequence[float]
 ) -> pd.DataFrame:
-    """Judge every request by its own TTFT and longest gap; a row a configuration, load and pair of limits.
+    """Judge every request by its own TTFT and longest gap; a row a configuration (arm), load (rate) and pair of limits.
 
     Columns: ``config``, ``load``, ``ttft_limit_ms``, ``gap_limit_ms``, ``n``, ``passed``, ``low``, ``high`` (Wilson),
     ``state``: supported (90 percent pass, the whole interval says so), not supported, or unresolved.  A failed
@@ -143,7 +138,7 @@ def grid(
     frame, _ = load(requests)
     first, gap = np.asarray(ttft_limits_ms, float), np.asarray(gap_limits_ms, float)
     parts = [pd.DataFrame(columns=["config", "load", "ttft_limit_ms", "gap_limit_ms", "n", "passed"])]
-    for (name, at), g in frame.groupby([config, load_by], sort=True):
+    for (name, at), g in frame.groupby(["arm", "rate_rps"], sort=True):
         ttft = g["ttft_ms"].where(~g["failed"], np.inf).to_numpy(float)
         stall = g["longest_gap_ms"].fillna(0).to_numpy(float)
         # Counts as a product of two truth matrices; float64 so that they stay whole.

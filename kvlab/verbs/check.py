@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,37 +47,30 @@ def main(args: argparse.Namespace) -> int:
 
 def _chosen(name: str, parameters: Sequence[str]) -> params.Experiment:
     """Read the parameters that ``name`` means: an experiment, EXPERIMENT/NAME, or a file."""
+    path, known = Path(name), experiments.EXPERIMENTS
     head, _, tail = name.partition("/")
-    if head.replace("_", "-") in experiments.EXPERIMENTS and not Path(name).is_file():
-        experiment = experiments.get(head)
+    experiment = known.get(head.replace("_", "-"))
+    if experiment and not path.is_file():
         if not (tail or experiment.default):
             raise BadInput(f"{experiment.name} has no parameter file: it only replays")
         path = params.resolve_file(experiment.name, tail or experiment.default)
-        return _validated(experiment.name, path, parameters)
-    path = Path(name)
     if not path.is_file():
-        known = ", ".join(experiments.EXPERIMENTS)
-        raise BadInput(f"-f {name}: neither a parameter file nor an experiment; known: {known}")
+        raise BadInput(f"-f {name}: neither a parameter file nor an experiment; known: {', '.join(known)}")
+    values = {**params.read_file(path), **assignments(parameters)}
     of_folder = path.resolve().parent.name.replace("_", "-")
-    if of_folder in experiments.EXPERIMENTS:
-        return _validated(of_folder, path, parameters)
     # A file from elsewhere: the first experiment with arms that takes it.
     refused = ""
-    for experiment in experiments.EXPERIMENTS.values():
-        if "arms" in experiment.model().model_fields:
-            try:
-                return _validated(experiment.name, path, parameters)
-            except BadInput as error:
-                refused = refused or f"as {experiment.name}: {error}"
+    for one in [of_folder] if of_folder in known else [e for e in known if "arms" in known[e].model().model_fields]:
+        try:
+            chosen = params.validate(one, values, str(path))
+            if getattr(chosen, "arms", None):
+                return chosen
+            raise BadInput(f"{path}: {one} has no arms to check")
+        except BadInput as error:
+            if one == of_folder:
+                raise
+            refused = refused or f"as {one}: {error}"
     raise BadInput(refused)
-
-
-def _validated(experiment: str, path: Path, parameters: Sequence[str]) -> params.Experiment:
-    values = {**params.read_file(path), **assignments(parameters)}
-    chosen = params.validate(experiment, values, str(path))
-    if not getattr(chosen, "arms", None):
-        raise BadInput(f"{path}: {experiment} has no arms to check")
-    return chosen
 
 
 def text(whole: dict[str, Any], experiment: str = "") -> str:
@@ -99,12 +92,9 @@ def _found(findings: list[dict[str, Any]]) -> list[str]:
     out = []
     for weight in ("blocks", "trap", "note"):
         for rule in dict.fromkeys(f["rule"] for f in findings if f["weight"] == weight):
-            arms: dict[str, list[str]] = {}
-            for f in (x for x in findings if x["rule"] == rule):
-                arms.setdefault(f["text"], []).extend([f["arm"]] if f["arm"] else [])
-            texts: dict[str, list[str]] = {}
-            for said, labels in arms.items():
-                texts.setdefault(", ".join(labels), []).append(said)
+            own = [f for f in findings if f["rule"] == rule]
+            arms = _grouped((f["text"], f["arm"] or "") for f in own)
+            texts = _grouped((", ".join(filter(None, labels)), said) for said, labels in arms.items())
             said = "; ".join(f"{labels + ': ' if labels else ''}{', '.join(t)}" for labels, t in texts.items())
             known = check.RULES[rule]
             out.append(_item(f"{weight:<7}{rule}: {known.what}. {said}"))
@@ -117,13 +107,11 @@ def _machine(m: dict[str, Any]) -> list[tuple[str, str]]:
     has = {"cuda": "cuda", "verbs": "ib", "mlx5": "ib_mlx5", "efa": "ib_efa", "gdrcopy": "cuda_gdrcopy", "rocm": "rocm"}
     modules = library.get("modules", [])
     build = ", ".join(f"{word} {'yes' if module in modules else 'no'}" for word, module in has.items())
-    places: dict[str, list[str]] = {}
-    for transport, device in (t.split("/", 1) for t in library.get("transports", [])):
-        places.setdefault(transport, []).append(device)
+    places = _grouped(t.split("/", 1) for t in library.get("transports", []))
     usable = [t + (f" ({', '.join(d)})" if d[0] not in ("memory", "cuda") else "") for t, d in places.items()]
-    reasons: dict[str, list[str]] = {}
-    for transport, why in m["why_not"].items():
-        reasons.setdefault(why, []).append(transport)
+    reasons = _grouped((why, transport) for transport, why in m["why_not"].items())
+    speeds = {i["name"]: f" {i['mbit_per_s'] / 1000:g} Gbit/s" for i in m["interfaces"] if i["mbit_per_s"]}
+    up = [f"{i['name']}{speeds.get(i['name'], '')} MTU {i['mtu']}" for i in m["interfaces"] if i["up"]]
     ports = [
         f"{p['device']}:{p['port']} {p['state']}, {p['link_layer']}, {p['rate']}, GID {p['gid'] or 'none'}"
         f"{' ' + p['gid_type'] if p['gid_type'] else ''}, NUMA {p['numa_node']}"
@@ -150,17 +138,12 @@ def _machine(m: dict[str, Any]) -> list[tuple[str, str]]:
         ("topology", ", ".join(links)),
         ("GPUDirect", ", ".join(gpudirect)),
         ("RDMA", "; ".join(ports) or "none"),
-        ("network", ", ".join(_interface(i) for i in m["interfaces"] if i["up"])),
+        ("network", ", ".join(up)),
         ("container", f"{m['container'] or 'none'}{'; own namespaces: ' + ', '.join(own) if own else ''}"),
         ("kernel", "; ".join(kernel)),
         ("side channel", f"{side['host']}:{side['port']} {side['state']}"),
         ("environment", ", ".join(f"{k}={v}" for k, v in m["environment"].items())),
     ]
-
-
-def _interface(i: dict[str, Any]) -> str:
-    speed = f" {i['mbit_per_s'] / 1000:g} Gbit/s" if i["mbit_per_s"] else ""
-    return f"{i['name']}{speed} MTU {i['mtu']}"
 
 
 def _arm(a: dict[str, Any], findings: list[dict[str, Any]]) -> str:
@@ -173,6 +156,13 @@ def _arm(a: dict[str, Any], findings: list[dict[str, Any]]) -> str:
         said += f"; {'a tiny pull failed' if took['error'] else pulled}"
     verdict = "BLOCKED" if any(f["weight"] == "blocks" for f in findings) else "ok"
     return _item(f"{verdict:<8}{said}")
+
+
+def _grouped(pairs: Iterable[Sequence[str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def _line(name: str, value: str) -> str:

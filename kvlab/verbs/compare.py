@@ -34,14 +34,12 @@ def main(args: argparse.Namespace) -> int:
     if len(args.runs) < 2:
         raise BadInput("two runs or more are compared; `kvlab list` shows recordings and runs")
     found = [runs.load(name) for name in args.runs]
-    base = found[0]
-    names = _names(found)
-    other = [r for r in found if r.manifest["experiment"] != base.manifest["experiment"]]
-    if other:
-        raise BadInput(
-            f"{other[0].path.name} is of {other[0].manifest['experiment']}, {base.path.name} of "
-            f"{base.manifest['experiment']}: runs of one experiment are compared"
-        )
+    base, names = found[0], _names(found)
+    for other in found:
+        one, two = (r.manifest["experiment"] for r in (other, base))
+        if one != two:
+            said = f"{other.path.name} is of {one}, {base.path.name} of {two}"
+            raise BadInput(f"{said}: runs of one experiment are compared")
     differ = differences(found, names)
     ratios, warnings = compared(found, names)
     if args.json:
@@ -116,8 +114,7 @@ def compared(found: list[Run], names: list[str]) -> tuple[pd.DataFrame, list[str
                 continue
             for arm in shared:
                 a, b = (f[(f["arm"] == arm) & f[value].notna() & f[key].notna()] for f in (ours, theirs))
-                both = [c for c in dict.fromkeys(a[key]) if c in set(b[key])]
-                both = _comparable(a, b, key, both, f"{name}, {arm}", warnings)
+                both = _comparable(a, b, key, f"{name}, {arm}", warnings)
                 if not both:
                     warnings.append(f"{name}, {arm}: no case of {names[0]} with the same bytes")
                     continue
@@ -129,25 +126,16 @@ def compared(found: list[Run], names: list[str]) -> tuple[pd.DataFrame, list[str
     return (pd.concat(rows, ignore_index=True) if rows else pd.DataFrame()), warnings
 
 
-def _comparable(
-    a: pd.DataFrame, b: pd.DataFrame, key: str, cases: list[str], where: str, warnings: list[str]
-) -> list[str]:
-    """Leave out cases with other bytes; warn of other descriptor counts and numbers in flight."""
-    if "bytes" not in a:
-        return cases
-    kept = []
-    for case in cases:
-        one, two = a[a[key] == case], b[b[key] == case]
-        if one["bytes"].median() != two["bytes"].median():
-            warnings.append(
-                f"{where}, {case}: {one['bytes'].median():,.0f} against {two['bytes'].median():,.0f} bytes, left out"
-            )
+def _comparable(a: pd.DataFrame, b: pd.DataFrame, key: str, where: str, warnings: list[str]) -> list[str]:
+    """Return the cases of both; leave out those with other bytes, warn of other descriptors and numbers in flight."""
+    kept, shape = [], [c for c in ("bytes", "descriptors", "in_flight") if c in a and c in b]
+    for case in (c for c in dict.fromkeys(a[key]) if c in set(b[key])):
+        one, two = (f.loc[f[key] == case, shape].median() for f in (a, b))
+        if "bytes" in shape and one["bytes"] != two["bytes"]:
+            warnings.append(f"{where}, {case}: {one['bytes']:,.0f} against {two['bytes']:,.0f} bytes, left out")
             continue
-        for column in ("descriptors", "in_flight"):
-            if column in one and column in two and one[column].median() != two[column].median():
-                warnings.append(
-                    f"{where}, {case}: {column} differ ({one[column].median():g}, {two[column].median():g})"
-                )
+        unlike = [c for c in shape if one[c] != two[c]]
+        warnings += [f"{where}, {case}: {c} differ ({one[c]:g}, {two[c]:g})" for c in unlike]
         kept.append(case)
     return kept
 
@@ -164,16 +152,9 @@ def page(base: Run, names: list[str], ratios: pd.DataFrame, differ: pd.DataFrame
         for quantity, own in frame.groupby("quantity", sort=False):
             heading = charts.title(f"Ratio of {quantity} to {names[0]}", None, "rounds of each run resampled apart")
             chart = charts.points_with_interval(
-                own,
-                heading,
-                x="ratio",
-                low="low",
-                high="high",
+                own, heading, x="ratio", low="low", high="high", text="text", log=True, reference=1,
                 x_title="Ratio (log scale)",
-                log=True,
-                reference=1,
-                text="text",
-            )
+            )  # fmt: skip
             parts.append(vl_convert.vegalite_to_svg(chart.to_dict()))
     if len(differ):
         labels = {"what": "What"} | {n: n for n in names}

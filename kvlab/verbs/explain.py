@@ -69,25 +69,21 @@ def exit_code(evidence: ucx.Evidence, expect: str | None) -> int:
 
 def card(evidence: ucx.Evidence, expect: str | None = None) -> str:
     """Return the card: the answer, the lines it rests on, what else is there, and what to do next."""
-    pull, out = evidence.pull, []
-    if pull.transport:
-        out += ["The KV pull went over " + pull.verdict + "."]
-    else:
-        out += ["The transport of the KV pull is " + pull.verdict + "."]
+    pull, many = evidence.pull, len(evidence.files) > 1
+    subject = "The KV pull went over " if pull.transport else "The transport of the KV pull is "
+    out = [textwrap.fill(f"{subject}{pull.verdict}.", WIDTH)]
     if expect is not None:
         says = "not determined" if not pull.transport else "yes" if ucx.agrees(pull.transport, expect) else "NO"
-        out += [f"Expected {expect}: {says}."]
-    out = [textwrap.fill(x, WIDTH) for x in out]
-    many = len(evidence.files) > 1
+        out.append(textwrap.fill(f"Expected {expect}: {says}.", WIDTH))
     if evidence.deciding:
         out += ["", "Evidence (remote memory read, the row that covers the descriptors)"]
         shown: dict[str, list[str]] = {}
         for table, row, line in evidence.deciding:
-            place = " ".join(
-                x for x in (table.locality, f"cfg#{table.config}" if table.config is not None else "") if x
-            )
-            where = f"{table.local} <- {table.remote}, {place or 'endpoint not named'}"
-            text = f"{_range(row)} | {row.description} | {row.config} | {where}"
+            config = f"cfg#{table.config}" if table.config is not None else ""
+            place = " ".join(x for x in (table.locality, config) if x) or "endpoint not named"
+            most = "inf" if row.max_bytes is None else row.max_bytes
+            sizes = row.min_bytes if row.max_bytes == row.min_bytes else f"{row.min_bytes}..{most}"
+            text = f"{sizes} | {row.description} | {row.config} | {table.local} <- {table.remote}, {place}"
             shown.setdefault(text, []).append(f"{table.file}:{line}" if many else str(line))
         for text, lines in list(shown.items())[:8]:
             more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
@@ -95,21 +91,12 @@ def card(evidence: ucx.Evidence, expect: str | None = None) -> str:
         counted = sum(r.selections or 0 for _, r, _ in evidence.deciding)
         pulled = round(evidence.kv_sums[4])
         if counted:
-            beside = (
-                f"vLLM's metrics lines add up to {pulled:,} descriptors" if pulled else "the pulls' descriptors should"
-            )
-            out.append(f"  UCX counted {counted:,} reads in these rows; {beside}{'' if pulled else ' add up to this'}")
+            beside = "the pulls' descriptors should add up to this"
+            beside = f"vLLM's metrics lines add up to {pulled:,} descriptors" if pulled else beside
+            out.append(f"  UCX counted {counted:,} reads in these rows; {beside}")
     elif pull.lines:
         out += ["", f"See line {', '.join(map(str, pull.lines[:8]))}"]
-    out += _beside(evidence)
-    out += _steps(evidence)
-    return "\n".join(out)
-
-
-def _range(row: ucx.Row) -> str:
-    if row.max_bytes == row.min_bytes:
-        return str(row.min_bytes)
-    return f"{row.min_bytes}..{'inf' if row.max_bytes is None else row.max_bytes}"
+    return "\n".join([*out, *_beside(evidence), *_steps(evidence)])
 
 
 def _beside(evidence: ucx.Evidence) -> list[str]:
@@ -121,12 +108,11 @@ def _beside(evidence: ucx.Evidence) -> list[str]:
             kind = table.operation.split(" by ")[0]
             others.setdefault(kind, set()).update(x for r, _ in table.rows for x in r.transports)
     for kind, transports in sorted(others.items()):
-        out.append(
-            f"{kind} tables ({', '.join(sorted(transports)) or 'no rows'}): another operation, they do not decide"
-        )
+        names = ", ".join(sorted(transports)) or "no rows"
+        out.append(f"{kind} tables ({names}): another operation, they do not decide")
     if evidence.lanes:
-        names = sorted({x.split("/")[0] for e in evidence.lanes for v in e["lanes"].values() for x in v})
-        out.append(f"lane lists ({', '.join(names)}): what endpoints may use, not what they used")
+        lanes = sorted({x.split("/")[0] for e in evidence.lanes for v in e["lanes"].values() for x in v})
+        out.append(f"lane lists ({', '.join(lanes)}): what endpoints may use, not what they used")
     for value in evidence.environment.get("UCX_TLS", [])[:3]:
         out.append(f"UCX_TLS={value['value']} (line {value['line']}): allowed, not used")
     count, xfer, post, mib, descriptors = evidence.kv_sums
@@ -159,6 +145,3 @@ def _steps(evidence: ucx.Evidence) -> list[str]:
 
 def _item(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-
-
-__all__ = ["card", "configure", "exit_code", "main", "size"]

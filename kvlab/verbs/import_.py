@@ -46,31 +46,28 @@ def labels(files: Sequence[str]) -> list[str]:
     return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]
 
 
-def _read(kind: str, contents: list[Any], files: list[str], arms: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _read(kind: str, contents: Sequence[Any], files: list[str], arms: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return (table name -> rows, what is not known) of files of one kind."""
     tables: dict[str, list[pd.DataFrame]] = {}
     unknown: list[str] = []
     for i, arm in enumerate(arms):
+        file = files[min(2 * i + 1, len(files) - 1) if kind == "metrics" else i]
         try:
             if kind == "metrics":
-                pair = contents[2 * i : 2 * i + 2]
-                counted, pulls, said = foreign.metrics(pair[0] if len(pair) > 1 else None, pair[-1], arm)
+                *before, after = contents[2 * i : 2 * i + 2]
+                counted, pulls, said = foreign.metrics(before[0] if before else None, after, arm)
                 if pulls.empty:
                     raise BadInput("no NIXL transfer was counted in these dumps; take them of the decode engine")
                 found = {"engine_metrics": counted, "pulls": pulls}
-            elif kind == "nixlbench":
-                rows, said = foreign.nixlbench(contents[i], arm)
-                found = {"pulls": rows}
             else:
-                reader = {"vllm-bench": foreign.vllm_bench, "aiperf": foreign.aiperf, "guidellm": foreign.guidellm}
-                rows, said = reader[kind](contents[i], arm)
-                if rows.empty or rows["ttft_ms"].isna().all():
+                rows, said = getattr(foreign, kind.replace("-", "_"))(contents[i], arm)
+                found = {"pulls" if kind == "nixlbench" else "requests": rows}
+                if "requests" in found and (rows.empty or rows["ttft_ms"].isna().all()):
                     raise BadInput("no request with a first token in it")
-                found = {"requests": rows}
         except BadInput as error:
-            raise BadInput(f"{files[min(2 * i + 1, len(files) - 1) if kind == 'metrics' else i]}: {error}") from None
+            raise BadInput(f"{file}: {error}") from None
         except _MALFORMED as error:
-            raise BadInput(f"{files[i]}: looks like {kind} and is not whole: {type(error).__name__}: {error}") from None
+            raise BadInput(f"{file}: looks like {kind} and is not whole: {type(error).__name__}: {error}") from None
         unknown += [u for u in said if u not in unknown]
         for name, frame in found.items():
             tables.setdefault(name, []).append(frame)
@@ -84,56 +81,46 @@ def _limits(values: pd.Series) -> list[float]:
     return sorted({float(f"{v:.2g}") for v in ends})
 
 
-def parameters(kind: str, tables: dict[str, Any], contents: list[Any]) -> dict[str, Any]:
+def parameters(kind: str, tables: dict[str, Any], contents: Sequence[Any]) -> dict[str, Any]:
     """Return what the notebook must know of the run; nothing that the files do not say."""
     if kind == "log":
         return {}
     if "requests" in tables:
         rows = tables["requests"]
-        middle = {
-            c: round(float(rows[c].median())) if rows[c].notna().any() else 0
-            for c in ("prompt_tokens", "output_tokens")
-        }
+        middle = rows[["prompt_tokens", "output_tokens"]].astype(float).median().fillna(0).round().astype(int).to_dict()
         limits = {"ttft_limits_ms": _limits(rows["ttft_ms"]), "gap_limits_ms": _limits(rows["longest_gap_ms"])}
         return {**middle, **limits, "pd_arm": {"label": "1P1D"}}
     pulls = tables["pulls"]
-    given = {
-        "arms": [{"label": a, "env": {}, "expect": ""} for a in pulls["arm"].unique()],
-        "shape": "placement unknown",
-    }
+    arms = [{"label": a, "env": {}, "expect": ""} for a in pulls["arm"].unique()]
+    given = {"arms": arms, "shape": "placement unknown"}
     if kind == "metrics":
         return given
-    return given | {
-        "memory": foreign.memory(contents[0]),
-        "in_flight": int(pulls["in_flight"].max()),
-        "poll_interval_ms": 0,
-    }
+    in_flight = int(pulls["in_flight"].max())
+    return given | {"memory": foreign.memory(contents[0]), "in_flight": in_flight, "poll_interval_ms": 0}
 
 
 def main(args: argparse.Namespace) -> int:
     """Import, and print where the run is; the last line is one JSON document."""
     if "-" in args.files:
         raise BadInput("import reads files by name: save standard input to a file first")
-    found = [foreign.recognise(f) for f in args.files]
-    kinds = [kind for kind, _ in found]
-    for file, kind in zip(args.files, kinds, strict=True):
-        if kind != kinds[0]:
-            raise BadInput(f"one kind at a time: {args.files[0]} is {kinds[0]}, {file} is {kind}")
-    kind, contents = kinds[0], [content for _, content in found]
-    if kind == "metrics" and len(contents) > 1 and len(contents) % 2:
+    kinds, contents = zip(*(foreign.recognise(f) for f in args.files), strict=True)
+    kind = kinds[0]
+    for file, other in zip(args.files, kinds, strict=True):
+        if other != kind:
+            raise BadInput(f"one kind at a time: {args.files[0]} is {kind}, {file} is {other}")
+    pairs = kind == "metrics" and len(contents) > 1
+    if pairs and len(contents) % 2:
         raise BadInput(f"/metrics dumps come in pairs, BEFORE AFTER; these are {len(contents)}")
     # A pair of dumps is one arm, named after the second.
-    arms = labels(args.files[1::2] if kind == "metrics" and len(contents) > 1 else args.files)
+    arms = labels(args.files[1::2] if pairs else args.files)
     if args.arm:
         if len(args.arm) != len(arms) or len({runs.safe_name(a) for a in args.arm}) != len(arms):
             wanted = "labels that differ in letters or digits are" if len(arms) > 1 else "label is"
             raise BadInput(f"--arm: {len(arms)} {wanted} wanted, one for each arm, in order")
         arms = args.arm
-    tables, unknown = (
-        ({}, ["times, bytes and descriptors of single pulls"])
-        if kind == "log"
-        else _read(kind, contents, args.files, arms)
-    )
+    unknown, tables = ["times, bytes and descriptors of single pulls"], dict[str, pd.DataFrame]()
+    if kind != "log":
+        tables, unknown = _read(kind, contents, args.files, arms)
     for name, frame in tables.items():
         if name != "engine_metrics" and (args.prompt_tokens or name == "pulls"):
             known = frame["prompt_tokens"] if "prompt_tokens" in frame else pd.Series(np.nan, frame.index)
@@ -157,7 +144,6 @@ def main(args: argparse.Namespace) -> int:
     for text in unknown:
         print(f"unknown   {text}")
     print(f"run       {run.path}\nreplay    kvlab run {experiment} --replay {run.path}")
-    print(
-        json.dumps({"run": str(run.path), "experiment": experiment, "format": kind, "rows": rows, "unknown": unknown})
-    )
+    whole = {"run": str(run.path), "experiment": experiment, "format": kind, "rows": rows, "unknown": unknown}
+    print(json.dumps(whole))
     return 0

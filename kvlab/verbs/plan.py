@@ -47,28 +47,27 @@ def _number(text: str, flag: str) -> float:
 
 def _models(args: argparse.Namespace) -> tuple[list[steps.Model], list[str]]:
     """Return the estimate with its draws, and what the plan rests on."""
+    base = steps.PUBLISHED
     if args.published:
-        said = [
+        told = (
             "published step times and KV (Gemma 4 26B-A4B FP8, g7e); the author's lower edge is 14K, within 11K to 34K"
-        ]
-        return [steps.PUBLISHED], said + (["--layout is not used with it"] if args.layout else [])
+        )
+        return [base], [told, *(["--layout is not used with it"] if args.layout else [])]
     layout = kv_layout.load(args.layout, dtype=args.kv_dtype) if args.layout else None
+    base = steps.with_layout(base, layout) if layout else base
     if not args.calibration:
         if layout is None:
             raise BadInput("say what to plan for: --layout MODEL, --calibration RUN or --published")
-        said = [f"KV of {layout.name}; step times of another model and machine (the published 26B FP8 on g7e): "
-                "not calibrated here, --calibration RUN does it"]  # fmt: skip
-        return [steps.with_layout(steps.PUBLISHED, layout)], said
+        told = "step times of another model and machine (the published 26B FP8 on g7e)"
+        return [base], [f"KV of {layout.name}; {told}: not calibrated here, --calibration RUN does it"]
     run = runs.load(args.calibration)
     if not run.has("steps"):
         raise BadInput(f"{args.calibration} holds no step times; name a run of tcp-crossover or chunk-first that does")
     kv = run.manifest.get("kv")
     if kv is None and layout is None:
         raise BadInput(f"{args.calibration} does not say its model's KV bytes; add --layout MODEL")
-    base = steps.with_layout(steps.PUBLISHED, layout) if layout else steps.PUBLISHED
-    fitted = replace(steps.PUBLISHED, **kv) if kv else base
     points = calibrate.points(run.table("cells"))
-    models = calibrate.calibrate(run.table("steps"), points, base=fitted)
+    models = calibrate.calibrate(run.table("steps"), points, base=replace(base, **(kv or {})))
     said = [f"step times fitted to {run.id}"]
     if not (points["arm"] == "1P1D").any():
         said.append("no transfer measured: the link's whole rate is taken to be reached at once")
@@ -86,32 +85,28 @@ def plan(models: Sequence[steps.Model], gbps: float, gap_ms: float, ttft_ms: flo
     first = found["lower"]
     lengths = sorted({*LENGTHS, *(x for x in (first, found["upper"]) if x)})
     rows = steps.curve(models[0], lengths, gbps, gap_ms)
-    by_length = json.loads(rows.round(1).to_json(orient="records"))
     at = int(rows.loc[rows["prompt_tokens"] == (first or 8192), "chunk_tokens"].iloc[0])
+    if not found["draws"]:
+        sure = "a prediction for low load from constants without a spread; nobody has measured it"
+    else:
+        sure = f"1P1D never pays in {found['never']:.0%} of {found['draws']} draws"
+        if found["never"] < 1:
+            low, high = (f"{x}" if x else "never" for x in (found["low"], found["high"]))
+            sure = f"95 % interval of the lower edge {low} to {high} tokens; {sure}"
     return {
         "pays": first is not None,
         "pays_from": first,
         "chunk_tokens": at or None,
         "chunk_at_tokens": first or 8192,
-        "sure": _sure(found),
+        "sure": sure,
         "window": found,
         "grid_tokens": grid,
         "most_tokens": steps.MOST_TOKENS,
         "rate_gbps": gbps,
         "gap_limit_ms": gap_ms,
         "ttft_limit_ms": None if math.isinf(ttft_ms) else ttft_ms,
-        "by_length": by_length,
+        "by_length": json.loads(rows.round(1).to_json(orient="records")),
     }
-
-
-def _sure(found: dict[str, Any]) -> str:
-    if not found["draws"]:
-        return "a prediction for low load from constants without a spread; nobody has measured it"
-    if found["never"] == 1:
-        return f"1P1D never pays in 100% of {found['draws']} draws"
-    low, high = (f"{x}" if x else "never" for x in (found["low"], found["high"]))
-    return (f"95 % interval of the lower edge {low} to {high} tokens; "
-            f"1P1D never pays in {found['never']:.0%} of {found['draws']} draws")  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:

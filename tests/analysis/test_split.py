@@ -91,11 +91,14 @@ def test_median_interval_of_few_and_missing_values() -> None:
     assert np.isnan(split.median_interval([])).all()
 
 
+SHAPE = ["descriptors", "bytes", "post_us"]
+
+
 def test_post_by_size_is_exact_and_says_when_it_cannot_tell() -> None:
     d = pd.DataFrame({"descriptors": [10, 1000, 50, 5], "bytes": [1e6, 1e6, 5e8, 1e9]})
     d["post_us"] = 2.7 * d["descriptors"] + 2e-4 * d["bytes"]
-    assert split.post_by_size(d) == pytest.approx((2.7, 2e-4))
-    assert np.isnan(split.post_by_size(d.assign(bytes=d["descriptors"] * 131072))).all()
+    assert split.post_costs(d[SHAPE].to_numpy(float)) == pytest.approx((2.7, 2e-4))
+    assert np.isnan(split.post_costs(d.assign(bytes=d["descriptors"] * 131072)[SHAPE].to_numpy(float))).all()
 
 
 def test_groups_without_a_prompt_and_a_missing_column() -> None:
