@@ -262,7 +262,7 @@ def test_engines_on_one_node_and_on_two(cluster, tmp_path, place, hand_over):
 
 
 @pytest.mark.live
-def test_engines_behind_the_router_until_the_decode_engines_node_is_lost(cluster, tmp_path):
+def test_engines_behind_the_router_until_a_node_is_lost(cluster, tmp_path):
     pytest.importorskip("vllm")
     words = ["--on", "ray", "--address", cluster.address, "--out", str(tmp_path)]
     process = cluster.kvlab(*ENGINES, "-p", "repetitions=100000", "-p", "hand_over=router", *words)
@@ -276,5 +276,6 @@ def test_engines_behind_the_router_until_the_decode_engines_node_is_lost(cluster
     pulls = run.table("pulls")
     assert pulls.loc[pulls["concurrency"] == 1, "request"].notna().any()
     assert len(run.table("requests")) >= len(pulls[pulls["phase"].notna()]) > 0
-    lost = {n["role"]: bool(n["lost"]) for n in run.manifest["ray"]["nodes"]}
-    assert lost == {"prefill": False, "decode": True, "load": False, "router": False}
+    # Which of the two was on the lost node Ray chose.
+    lost = {n["role"] for n in run.manifest["ray"]["nodes"] if n["lost"]}
+    assert lost in ({"decode"}, {"prefill", "load", "router"})
