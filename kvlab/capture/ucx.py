@@ -167,32 +167,23 @@ def parse_lanes(config: str, cut: bool = False) -> tuple[Lane, ...]:
     """
     parts = re.split(r",\s+|\s+and\s+|\s+\|\s+", config.strip())
     lanes: list[Lane] = []
-    shared: tuple[str, str | None] = ("", None)
-    last_ok = True
-    for i, part in enumerate(parts):
+    shared: tuple[str | None, str | None] = (None, None)
+    whole = False
+    for part in parts:
         found = _LANE.fullmatch(part.strip())
-        if not found or not part.strip():
-            last_ok = False
-            continue
-        first, first_path, share, own, own_path, path = found.groups()
+        first, first_path, share, own, own_path, path = found.groups() if found else [None] * 6
         if first and share is not None:
             shared = (first, first_path)
-        resource = own or (shared[0] if share is not None or path else first)
-        if not resource or (not own and not shared[0] and not first):
-            last_ok = False
-            continue
-        way = own_path or path or (first_path if not own else None) or (shared[1] if not own else None)
-        transport, _, device = resource.partition("/")
-        lanes.append(Lane(transport, device, way, int(share) if share is not None else 100))
-        last_ok = i == len(parts) - 1
+        resource, way = (own, own_path) if own else shared if share is not None or path else (first, first_path)
+        if whole := resource is not None:
+            transport, _, device = (resource or "").partition("/")
+            lanes.append(Lane(transport, device, path or way, int(share) if share is not None else 100))
     if cut and lanes:
-        tail = parts[-1].rstrip()
-        whole = re.search(r":\d+(?:/path\d+)?$|/(?:memory|cuda|rocm)$|\bpath\d+$", tail) is not None
-        if last_ok and not whole and not config.endswith((" ", ",")):
+        shown = re.search(r":\d+(?:/path\d+)?$|/(?:memory|cuda|rocm)$|\bpath\d+$", parts[-1].rstrip())
+        if whole and not shown and not config.endswith((" ", ",")):
             last = lanes.pop()
-            if not lanes:
-                lanes = [Lane(last.transport, None, None, None)]
-        lanes = [Lane(x.transport, x.device, x.path, None if x.share == 100 else x.share) for x in lanes]
+            lanes = lanes or [Lane(last.transport, None, None, None)]
+        lanes = [x._replace(share=None) if x.share == 100 else x for x in lanes]
     elif cut and (only := re.match(r"(?:\d+% on )?([a-z]\w*)/", config)):
         lanes = [Lane(only[1], None, None, None)]
     return tuple(lanes)
@@ -204,7 +195,7 @@ def _row(cells: list[str], terminated: bool) -> Row | None:
         if not found:
             continue
         count = found[1]
-        if count is None and cell.isdecimal() and i + 1 < len(cells) and (after := _RANGE.fullmatch(cells[i + 1])):
+        if count is None and cell.isdecimal() and (after := _RANGE.fullmatch(cells[i + 1])):
             count, found, i = cell, after, i + 1
         rest = cells[i + 1 :]
         while rest and not rest[-1]:
@@ -212,8 +203,7 @@ def _row(cells: list[str], terminated: bool) -> Row | None:
         if not rest:
             continue
         description, config = rest[0], " | ".join(rest[1:])
-        cut = not terminated and len(rest) < 2
-        cut |= len(config) >= CONFIG_MAX
+        cut = (not terminated and len(rest) < 2) or len(config) >= CONFIG_MAX
         lanes = parse_lanes(config, cut)
         if not terminated and not cut and not _whole(config):
             cut, lanes = True, parse_lanes(config, True)
@@ -237,10 +227,6 @@ def _whole(config: str) -> bool:
 
 def _int(text: str | None) -> int | None:
     return int(text) if text is not None and len(text) < 19 else None
-
-
-def _memory(text: str | None) -> str | None:
-    return text.removesuffix(" memory") if text else None
 
 
 @dataclass(slots=True)
@@ -279,10 +265,10 @@ def parse(text: str) -> Item:
     config = operation = None
     if cfg:
         name = _NAME.search(body, max(0, cfg.start() - 120), cfg.start())
-        config = (name[1], name[2], _int(cfg[1])) if name else (None, None, _int(cfg[1]))
+        config = (*(name.group(1, 2) if name else (None, None)), _int(cfg[1]))
     if found:
         attributes = tuple(a.strip() for a in (found[2] or "").split(",") if a.strip())
-        operation = (found[1], attributes, _memory(found[3]), _memory(found[4]))
+        operation = (found[1], attributes, *(m and m.removesuffix(" memory") for m in found.group(3, 4)))
 
     def item(kind: int, data: Any = None, unfinished: bool = False) -> Item:
         loose = _loose(text) if kind in (NOTHING, OTHER_ROW) else ()
@@ -498,16 +484,16 @@ class _Reader:
                 self.cache.clear()
             state = item.state = self.threads.setdefault(item.key, _Thread())
         table = state.table
+        last = table.rows[-1][0] if table and table.rows else None
         if kind == BORDER:
-            if table and table.rows:
+            if last:
                 self.close(state)
         elif kind == ROW:
             row: Row = item.data
-            if state.other or (table and table.rows and table.rows[-1][0].text == row.text):
+            if state.other or (last and last.text == row.text):
                 return  # the same line twice is one line
-            last = table.rows[-1][0].max_bytes if table and table.rows else -1
-            if table is None or last is None or row.min_bytes <= last:
-                if table and table.rows:
+            if table is None or (last and (last.max_bytes is None or row.min_bytes <= last.max_bytes)):
+                if last:
                     self.close(state)
                 self.evidence.problem("row-without-header", number, text)
             else:
@@ -515,7 +501,7 @@ class _Reader:
                     row = replace(row, lanes=parse_lanes(row.config, True), truncated=True)
                 self.append(table, row, number, text)
         elif kind in (HEADER, ONE_LINE):
-            if kind == HEADER and table and not table.rows and table.text == text[-len(table.text) :]:
+            if kind == HEADER and table and not last and table.text == text[-len(table.text) :]:
                 return
             self.close(state)
             config, operation = item.data[0] or state.title or (None, None, None), item.data[1]
