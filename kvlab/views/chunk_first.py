@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import altair as alt
 import great_tables as gt
 import pandas as pd
 
-from kvlab import charts, tables
+from kvlab import charts
 from kvlab.analysis import compare, stalls
 from kvlab.errors import BadInput
 from kvlab.runs import Run
+from kvlab.views import build
 
 BY = ("arm", "chunk_tokens", "rate_rps")
 TUNED = "tuned replicas"
-GAPS = {"gap_p10_ms": "p10 (ms)", "gap_median_ms": "Median (ms)", "gap_p90_ms": "p90 (ms)"}
+GAPS = ["gap_p10_ms", "gap_median_ms", "gap_p90_ms"]
 
 
 def _disaggregated(run: Run) -> str:
@@ -57,18 +56,16 @@ def _caption(run: Run, rows: pd.DataFrame) -> str:
 
 def stall_table(rows: pd.DataFrame, name: str = "stalls") -> gt.GT:
     """Show stalls, first token and throughput beside the system-wide p99, and whose stall that p99 hides."""
-    return tables.show(
+    return build.table(
         rows,
         name,
-        title="Longest gap of each request, beside the p99 of all gaps",
-        labels={"arm": "Configuration", "rate_rps": "Requests/s", "n": "Requests", "failed": "Failed"}
-        | {k: f"Longest gap, {v}" for k, v in GAPS.items()}
-        | {"itl_p99_ms": "ITL p99 (ms)", "hidden": "Stalls above p99", "ttft_ms": "TTFT, median (ms)"}
-        | {"output_tokens_per_s": "Output tokens/s"},
-        decimals=dict.fromkeys(GAPS, 0) | {"itl_p99_ms": 0, "ttft_ms": 0, "output_tokens_per_s": 0, "rate_rps": 1},
-        percent=("hidden",),
-        note="ITL p99 pools the gaps of all requests. Stalls above p99: share of requests whose longest gap is longer "
+        "Longest gap of each request, beside the p99 of all gaps",
+        f"arm rate_rps n failed {' '.join(GAPS)} itl_p99_ms hidden ttft_ms output_tokens_per_s",
+        "ITL p99 pools the gaps of all requests. Stalls above p99: share of requests whose longest gap is longer "
         "than it, so that it says nothing of them. 1P1D: what its decode engine does while it pulls.",
+        arm="Configuration",
+        n="Requests",
+        ttft_ms="TTFT, median (ms)",
     )
 
 
@@ -98,17 +95,13 @@ def stall_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
 
 def ttft_chart(rows: pd.DataFrame, run: Run) -> charts.Shown:
     """Draw the median TTFT of every configuration with its interval."""
-    chart = charts.points_with_interval(
-        rows.assign(text=rows["output_tokens_per_s"].map(lambda v: f"{v:.0f} tokens/s out")),
-        charts.title("What the chunk does to the first token", run, _caption(run, rows)),
-        x="ttft_ms",
-        low="ttft_low_ms",
-        high="ttft_high_ms",
-        x_title="Median time to first token (ms, log scale, 95 % interval)",
-        log=True,
-        text="text",
+    frame = rows.assign(text=rows["output_tokens_per_s"].map(lambda v: f"{v:.0f} tokens/s out"))
+    words = ("What the chunk does to the first token", _caption(run, rows))
+    ends, title = (
+        ("ttft_ms", "ttft_low_ms", "ttft_high_ms"),
+        "Median time to first token (ms, log scale, 95 % interval)",
     )
-    return charts.show(chart, "ttft", run)
+    return build.intervals(frame, run, "ttft", *words, *ends, x_title=title, log=True, text="text")
 
 
 def ranking(run: Run) -> pd.DataFrame:
@@ -123,8 +116,9 @@ def ranking(run: Run) -> pd.DataFrame:
     own = cells[(cells["state"] == "supported") & (cells["config"] != _disaggregated(run))]
     own = own.assign(chunk=own["config"].map(chunk)).sort_values(["load", "chunk"])
     best = own.groupby(["ttft_limit_ms", "gap_limit_ms"])["chunk"].last()
-    if _disaggregated(run) in set(cells["config"]):
-        cells["config"] = cells["config"].where(cells["config"] == _disaggregated(run), TUNED)
+    disaggregated = cells["config"] == _disaggregated(run)
+    if disaggregated.any():
+        cells["config"] = cells["config"].where(disaggregated, TUNED)
     return stalls.rank(cells).merge(best.reset_index(), how="left")
 
 
@@ -132,16 +126,17 @@ def heat_map(ranked: pd.DataFrame, run: Run) -> charts.Shown | str:
     """Draw who serves the largest load at each pair of limits; ties, unresolved and unserved pairs are marked."""
     if ranked.empty:
         return "no load is known, so who serves the larger one cannot be said"
-    marks = {stalls.TIE: "=", stalls.UNRESOLVED: "?", stalls.NOBODY: ""}
-    won = [o for o in (TUNED, _disaggregated(run)) if o in set(ranked["outcome"])]
+    disaggregated, marks = _disaggregated(run), {stalls.TIE: "=", stalls.UNRESOLVED: "?", stalls.NOBODY: ""}
+    won = [o for o in (TUNED, disaggregated) if o in set(ranked["outcome"])]
     others = sorted(set(ranked["outcome"]) - set(won) - set(marks))
     domain = [*won, *others, *marks]
-    colours = {TUNED: "#0072B2", _disaggregated(run): "#E69F00", stalls.TIE: "#8FC6A9"}
-    colours |= {stalls.UNRESOLVED: "#d9d9d9", stalls.NOBODY: "#f7f7f7"}
-    spare = iter(charts.PALETTE[2:] * 2)
-    palette = [colours.get(o) or next(spare) for o in domain]
-    text = [marks.get(o, "" if c != c else f"{c:.0f}") for o, c in ranked[["outcome", "chunk"]].to_numpy()]
-    text = ["" if o == _disaggregated(run) else t for o, t in zip(ranked["outcome"], text, strict=True)]
+    colours = {TUNED: "#0072B2", disaggregated: "#E69F00", stalls.TIE: "#8FC6A9"}
+    colours |= {stalls.UNRESOLVED: "#d9d9d9", stalls.NOBODY: "#f7f7f7"} | dict(
+        zip(others, charts.PALETTE[2:] * 2, strict=False)
+    )
+    palette = [colours[o] for o in domain]
+    chunks = ranked["chunk"].map(lambda c: "" if c != c else f"{c:.0f}")
+    text = ranked["outcome"].map(marks | {disaggregated: ""}).fillna(chunks)
     rows = ranked.assign(text=text, n=ranked["outcome"].map(ranked["outcome"].value_counts()))
     base = alt.Chart(rows).encode(
         x=alt.X("ttft_limit_ms:O", title="TTFT limit (ms)", axis=alt.Axis(labelAngle=0)),
@@ -197,11 +192,9 @@ def conclude(run: Run, rows: pd.DataFrame, ranked: pd.DataFrame) -> str:
         second = "holds" if won > lost else "REFUTED" if lost > won else "not resolved"
         parts.append(f"prediction that tuned replicas win more pairs than they lose {second}")
     verdict = "On this machine " + "; ".join(parts) + "."
-    if run.manifest["outcome"] == "contradicted":
-        verdict = "THE EVIDENCE CONTRADICTS A LABEL: " + "; ".join(run.manifest["contradictions"]) + ". " + verdict
-    elif run.manifest["outcome"] not in ("completed", "running"):
+    if run.manifest["outcome"] not in ("completed", "running", "contradicted"):
         verdict = f"The run is not whole ({run.manifest['outcome']}). " + verdict
-    numbers: dict[str, Any] = {"stalls": rows.to_dict("records"), "ranking": counts}
-    numbers["ratios"] = ratios.to_dict("records")
+    verdict = ". ".join([*build.contradiction(run), verdict])
+    numbers = {"stalls": rows.to_dict("records"), "ratios": ratios.to_dict("records"), "ranking": counts}
     run.conclude(verdict, **numbers, predictions={"shorter stalls": first, "replicas win": second})
     return verdict
