@@ -47,7 +47,7 @@ def records(run: Run) -> pd.DataFrame:
         process = f"initiator {r['pair']}" if r.get("pair") else "initiator"
         if "engine" in r:
             process = f"{r['engine']}-{r.get('start', 0)}"
-        where = f"ring of {r['engine']}, rank {r['rank']}, " if "engine" in r else ""
+        where = f"ring of {r['engine']}, rank {r.get('rank', 'not known')}, " if "engine" in r else ""
         whose = f"request {r['request']}, " if "request" in r else ""
         count = f"{int(r['descriptors']):,} descriptors ({r['descriptors_source']}), " if "descriptors" in r else ""
         post, drain = r["post_us"] / 1e3, max(0.0, r["xfer_us"] - r["post_us"]) / 1e3
