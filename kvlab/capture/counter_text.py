@@ -81,19 +81,14 @@ def read(lines: str | Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
 def _keep(
     rows: list[dict[str, Any]], device: str, kind: str, counter: str, text: str, line: int, owner: str = ""
 ) -> None:
-    row: dict[str, Any] = {"device": device, "kind": kind, "counter": counter, "line": line, "usable": True, "note": ""}
-    row |= {"raw": int(text, 16 if text[1:2] == "x" else 10) if _NUMBER.fullmatch(text) else None, "bytes": None}
-    row |= {"text": text[:80], "owner": owner}
+    raw = int(text, 16 if text[1:2] == "x" else 10) if _NUMBER.fullmatch(text) else None
+    note, size = "", raw if "bytes" in counter else None
     if re.search(r"_data(_64)?$", counter):
-        if row["raw"] is None:
-            row |= {"usable": False, "note": f"the port says {text[:40]!r}"}
-        else:
-            row["bytes"] = row["raw"] * WORD
-            if row["raw"] == SATURATED:
-                row |= {"usable": False, "note": "stuck at 2^32-1 words (legacy 32-bit counter)"}
-    elif "bytes" in counter:
-        row["bytes"] = row["raw"]
-    rows.append(row)
+        size = None if raw is None else raw * WORD
+        if raw in (None, SATURATED):
+            note = f"the port says {text[:40]!r}" if raw is None else "stuck at 2^32-1 words (legacy 32-bit counter)"
+    where = {"device": device, "kind": kind, "counter": counter, "line": line, "text": text[:80], "owner": owner}
+    rows.append({**where, "raw": raw, "bytes": size, "usable": not note, "note": note})
 
 
 def findings(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
@@ -123,12 +118,9 @@ def _port(
         return [("counter-saturated", f"{name} = 2^32-1")]
     if raw == 0:
         link, state = (at.get((device, x), {}).get("text", "").split(": ")[-1] for x in ("link_layer", "state"))
-        moved = [
-            f"{r['device']} {r['counter']} {r['bytes']:,}"
-            for r in rows
-            if device.startswith(r["owner"] or "?") and r["bytes"]
-        ]
-        text = " ".join(x for x in (f"{name} = 0", link, state, "while " + ", ".join(moved) if moved else "") if x)
+        others = [r for r in rows if device.startswith(r["owner"] or "?") and r["bytes"]]
+        moved = [f"{r['device']} {r['counter']} {r['bytes']:,}" for r in others]
+        text = " ".join(filter(None, (f"{name} = 0", link, state, "while " + ", ".join(moved) if moved else "")))
         return [] if state == "DOWN" else [("counter-zero", text)]
     side, way = ("rcv", "rx") if "rcv" in name else ("xmit", "tx")
     packets = at.get((device, f"port_{side}_packets"), {}).get("raw")
