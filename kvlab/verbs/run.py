@@ -48,7 +48,7 @@ def configure_place(parser: argparse.ArgumentParser) -> None:
         "--address", help="with --on ray: the cluster, HOST:PORT (default: RAY_ADDRESS, or this host's)"
     )
     parser.add_argument(
-        "--place", choices=("spread", "pack"), help="with --on ray: a node for each actor, or one for all"
+        "--place", choices=("spread", "pack"), help="with --on ray: a node for each engine or agent, or one for all"
     )
 
 
