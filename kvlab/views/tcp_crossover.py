@@ -11,10 +11,11 @@ import great_tables as gt
 import numpy as np
 import pandas as pd
 
-from kvlab import charts, tables
+from kvlab import charts
 from kvlab.analysis import calibrate, steps
 from kvlab.paths import shared_dir
 from kvlab.runs import Run
+from kvlab.views import build
 
 ALONE, BOTH = "tuned replicas", "1P1D over TCP"
 _COLOUR = alt.Color(
@@ -40,13 +41,11 @@ def published_table() -> gt.GT:
     """Show the published points, the model's, and how far apart they are."""
     frame = published()
     frame["error"] = 100 * frame[["error_replica", "error_1p1d"]].abs().max(axis=1)
-    labels = {"input_tokens": "Input (tokens)", "replica_chunk_tokens": "Chunk, figure", "model_chunk": "Chunk, model",
-              "ttft_replica_s": "Replica, figure (s)", "model_replica_s": "Replica, model (s)",
-              "ttft_1p1d_s": "1P1D, figure (s)", "model_1p1d_s": "1P1D, model (s)", "error": "Error (%)"}  # fmt: skip
-    digits = dict.fromkeys(("input_tokens", "replica_chunk_tokens", "model_chunk"), 0)
-    digits |= {"error": 2} | {c: 3 for c in labels if c.endswith("_s")}
-    return tables.show(frame, "published", title="The published curve and the step-time model", labels=labels,
-                       decimals=digits, note=f"Model: {steps.PUBLISHED.source}.")  # fmt: skip
+    columns = (
+        "input_tokens replica_chunk_tokens model_chunk ttft_replica_s model_replica_s ttft_1p1d_s model_1p1d_s error"
+    )
+    title, note = "The published curve and the step-time model", f"Model: {steps.PUBLISHED.source}."
+    return build.table(frame, "published", title, columns, note)
 
 
 def _grid(most: int) -> int:
@@ -100,10 +99,8 @@ def published_chart() -> charts.Shown:
     parts = [
         pd.DataFrame({"arm": k, "prompt_tokens": frame["input_tokens"], "ttft_s": frame[v]}) for k, v in sides.items()
     ]
-    said = "dots: the published figure"
-    return ttft_chart(
-        steps.PUBLISHED, pd.concat(parts), gbps=steps.PUBLISHED_GBPS, gap_ms=50, name="published", said=said
-    )
+    rate, said = steps.PUBLISHED_GBPS, "dots: the published figure"
+    return ttft_chart(steps.PUBLISHED, pd.concat(parts), gbps=rate, gap_ms=50, name="published", said=said)
 
 
 def window_chart(m: steps.Model, gap_ms: float = 50, ttfts_s: tuple[float, ...] = (1, 2, 3, np.inf)) -> charts.Shown:
@@ -230,17 +227,16 @@ def constants_table(models: list[steps.Model], where: str = "this machine") -> g
     frame = calibrate.constants(models)
     words = {"fixed_ms": ("Fixed cost of a step", "ms", 1), "token_ms": ("A token", "µs", 1e3),
              "attention_ms": ("A token and 1,000 tokens of prefix", "µs", 2e6),
+             "floor_ms": ("No step is shorter than", "ms", 1),
              "t0_ms": ("Beside the steps", "ms", 1), "transfer_ms": ("Transfer beside the link", "ms", 1),
              "link_share": ("Time on the link over bytes / rate", "", 1)}  # fmt: skip
     frame["what"], frame["unit"] = ([words[n][i] for n in frame["name"]] for i in (0, 1))
     factor = frame["name"].map(lambda n: words[n][2])
     frame["published"] = [getattr(steps.PUBLISHED, n) for n in frame["name"]]
-    columns = ("value", "low", "high", "published")
-    frame[list(columns)] = frame[list(columns)].mul(factor, axis=0)
-    labels = {"what": "Constant", "unit": "Unit", "value": "Fitted here", "low": "Low (95 %)", "high": "High (95 %)"}
-    labels["published"] = "Published"
-    return tables.show(frame, "constants", title=f"The step-time model of {where}", labels=labels,
-                       decimals=dict.fromkeys(columns, 2))  # fmt: skip
+    numbers = ["value", "low", "high", "published"]
+    frame[numbers] = frame[numbers].mul(factor, axis=0)
+    title, columns = f"The step-time model of {where}", f"what unit {' '.join(numbers)}"
+    return build.table(frame, "constants", title, columns, digits=dict.fromkeys(numbers, 2), what="Constant")
 
 
 def steps_chart(run: Run) -> charts.Shown:
@@ -261,20 +257,17 @@ def check_chart(found: pd.DataFrame, run: Run) -> charts.Shown | str:
     if found.empty:
         return "this run has no point of the check"
     parts = []
-    for arm, names in (
-        ("predicted", ["predicted", "predicted_low", "predicted_high"]),
-        ("measured", ["ratio", "low", "high"]),
+    ends = ["ratio", "low", "high"]
+    case = [f"{t:,} tokens, {r:g} Gbps" for t, r in zip(found["prompt_tokens"], found["gbps"], strict=True)]
+    for arm, names, text in (
+        ("predicted", ["predicted", "predicted_low", "predicted_high"], ""),
+        ("measured", ends, found["outcome"]),
     ):
-        part = found[names].set_axis(["ratio", "low", "high"], axis=1)
-        text = found["outcome"] if arm == "measured" else ""
-        case = [f"{t:,} tokens, {r:g} Gbps" for t, r in zip(found["prompt_tokens"], found["gbps"], strict=True)]
-        parts.append(part.assign(arm=arm, case=case, text=text))
+        parts.append(found[names].set_axis(ends, axis=1).assign(arm=arm, case=case, text=text))
     caption = f"below 1: 1P1D answers sooner; bars: 95 %; replicas with the chunk of the gap limit; {run.id}"
-    chart = charts.points_with_interval(
-        pd.concat(parts), charts.title("Predicted from short inputs, then measured", run, caption), reference=1.0,
-        log=True, x="ratio", low="low", high="high", x_title="TTFT of 1P1D / TTFT of replicas", text="text",
-    )  # fmt: skip
-    return charts.show(chart, "check", run)
+    heading, how = "Predicted from short inputs, then measured", {"x_title": "TTFT of 1P1D / TTFT of replicas"}
+    frame = pd.concat(parts)
+    return build.intervals(frame, run, "check", heading, caption, *ends, reference=1.0, log=True, text="text", **how)
 
 
 def protocol(run: Run) -> tuple[list[float], dict[str, Any]]:
@@ -307,14 +300,11 @@ def prediction_table(run: Run, models: list[steps.Model]) -> gt.GT:
     """Show, for each rate, from where 1P1D pays by the calibration, with the interval."""
     frame = pd.DataFrame(crossovers(run, models)).astype(dict.fromkeys(("lower", "low", "high", "upper"), "Int64"))
     frame["never"] = 100 * frame["never"]
-    labels = {"gbps": "Link (Gbps)", "lower": "1P1D pays from (tokens)", "low": "Low (95 %)", "high": "High (95 %)",
-              "never": "Draws in which never (%)", "upper": "to (tokens)", "ends_by": "because of"}  # fmt: skip
     _, limits = protocol(run)
     ttft = "no TTFT limit" if np.isinf(limits["ttft_ms"]) else f"TTFT limit {limits['ttft_ms']:g} ms"
     note = f"Gap limit {limits['gap_ms']:g} ms, {ttft}; lengths by {GRID_TOKENS} up to {limits['most']:,}; empty: none."
-    whole = dict.fromkeys(("lower", "low", "high", "never", "upper"), 0)
-    return tables.show(frame, "prediction", title="Predicted from short inputs", labels=labels, decimals=whole,
-                       note=note)  # fmt: skip
+    columns = "gbps lower low high never upper ends_by"
+    return build.table(frame, "prediction", "Predicted from short inputs", columns, note)
 
 
 def here_chart(run: Run, models: list[steps.Model], gbps: float) -> charts.Shown:
@@ -325,8 +315,8 @@ def here_chart(run: Run, models: list[steps.Model], gbps: float) -> charts.Shown
     dots = dots.assign(arm=dots["arm"].map({"replica": ALONE, "1P1D": BOTH}), ttft_s=dots["ttft_ms"] / 1e3)
     _, limits = protocol(run)
     said = f"dots: medians of the check, measured after the lines were fixed; {run.id}"
-    return ttft_chart(models[0], dots, gbps=gbps, gap_ms=limits["gap_ms"], most=int(limits["most"]),
-                      name=f"ttft-{gbps:g}", run=run, said=said)  # fmt: skip
+    how = {"gap_ms": limits["gap_ms"], "most": int(limits["most"])}
+    return ttft_chart(models[0], dots, gbps=gbps, name=f"ttft-{gbps:g}", run=run, said=said, **how)
 
 
 def deviations(run: Run) -> str:
