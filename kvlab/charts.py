@@ -58,10 +58,11 @@ class Shown:
     def __init__(self, spec: dict[str, Any], svg: str, name: str) -> None:
         # JupyterLab 4 draws this type with a Vega-Lite of its own (5), offline; our marks are in both versions.
         spec = {**spec, "$schema": "https://vega.github.io/schema/vega-lite/v5.json"}
-        self._bundle = {"application/vnd.vegalite.v5+json": spec, "image/svg+xml": svg, "text/plain": f"<chart {name}>"}
+        self.bundle = {"application/vnd.vegalite.v5+json": spec, "image/svg+xml": svg, "text/plain": f"<chart {name}>"}
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        return self._bundle
+    def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, Any], dict[str, Any]]:
+        # As SVG its words can be selected and copied.
+        return self.bundle, {"application/vnd.vegalite.v5+json": {"embed_options": {"renderer": "svg"}}}
 
 
 _UNITS = {"ms": "ms", "us": "µs", "s": "s", "rps": "requests/s"}

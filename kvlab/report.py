@@ -79,7 +79,7 @@ def _output(output: dict[str, Any]) -> str:
     if kind == "error":
         return f'<pre class="error">{html.escape(output["ename"])}: {html.escape(output["evalue"])}</pre>'
     data = output.get("data", {})
-    spec = data.get("application/vnd.vegalite.v5+json")
+    spec = {k: v for k, v in data.get("application/vnd.vegalite.v5+json", {}).items() if k != "$schema"}
     if spec:
         # Drawn by a Vega that travels in the page (tooltips, clicks); the picture stays where scripts do not run.
         svg = "".join(data.get("image/svg+xml", ""))

@@ -109,7 +109,7 @@ def test_a_run_without_limits_and_variations_still_reads(tmp_path):
     (run.path / "limits.parquet").unlink()
     assert view.variations_chart(run) == "no variations were measured"
     assert view.shares(run).empty and "copy" not in view.verdict(run)[0]
-    assert "GB/s" in view.rate_chart(run)._repr_mimebundle_()["image/svg+xml"]
+    assert "GB/s" in view.rate_chart(run).bundle["image/svg+xml"]
 
 
 def test_threads_part_the_model_at_nixls_split():

@@ -24,7 +24,7 @@ SPEC = "application/vnd.vegalite.v5+json"
 def label(shown):
     """The verdict that Vega computed and wrote into the picture."""
     return re.search(
-        r"1P1D (?:pays: [\d,]+ to [\d,]+ tokens|does not pay)", shown._repr_mimebundle_()["image/svg+xml"]
+        r"1P1D (?:pays: [\d,]+ to [\d,]+ tokens|does not pay)", shown.bundle["image/svg+xml"]
     )[0]
 
 
@@ -65,7 +65,7 @@ def test_pictures_are_the_same_twice():
 
 @pytest.fixture
 def page(tmp_path):
-    bundle = view.explorer(steps.PUBLISHED, gbps=14.3, gap_ms=50)._repr_mimebundle_()
+    bundle = view.explorer(steps.PUBLISHED, gbps=14.3, gap_ms=50).bundle
     assert {p["name"] for p in bundle[SPEC]["params"]} == {"rate", "gap", "ttft", "kv"}
     cell = nbformat.v4.new_code_cell("x", execution_count=1)
     cell.outputs = [nbformat.v4.new_output("display_data", data=bundle)]
@@ -115,14 +115,14 @@ def test_a_measured_run(run):
     assert found["outcome"].tolist() == ["hit"] * 4 and (found["ratio"] > 1).all()
     assert "8.0" in view.constants_table(models).as_raw_html()
     for shown in (view.check_chart(found, run), view.steps_chart(run)):
-        assert "<svg" in shown._repr_mimebundle_()["image/svg+xml"]
+        assert "<svg" in shown.bundle["image/svg+xml"]
     said = view.conclude(run, models, found)
     assert "measured afterwards at 4 points: 4 hit, 0 miss, 0 unresolved" in said
     edges = json.loads((run.path / "summary.json").read_text())["crossover"]
     # At 1 Gbps a token costs 0.32 ms of link and saves 8 ms / chunk, at 65,536 tokens (chunk 32) still only 0.25 ms.
     assert [e["gbps"] for e in edges] == [1, 4] and edges[0]["lower"] is None
     assert "OTHER EDGES" not in view.fixed(run, models)
-    assert "<svg" in view.here_chart(run, models, 4)._repr_mimebundle_()["image/svg+xml"]
+    assert "<svg" in view.here_chart(run, models, 4).bundle["image/svg+xml"]
     assert "Predicted" in view.prediction_table(run, models).as_raw_html()
 
 
@@ -164,4 +164,4 @@ def test_a_run_without_1p1d_is_read_too(run):
     found = calibrate.check(models, calibrate.points(run.table("cells")))
     assert view.check_chart(found, run) == "this run has no point of the check"
     assert "no 1P1D" in view.fixed(run, models) and "measured afterwards" not in view.conclude(run, models, found)
-    assert "<svg" in view.here_chart(run, models, 4)._repr_mimebundle_()["image/svg+xml"]
+    assert "<svg" in view.here_chart(run, models, 4).bundle["image/svg+xml"]
