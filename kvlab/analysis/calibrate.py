@@ -107,8 +107,9 @@ def calibrate(
     kept = None if points is None else points[(points["phase"] == "calibrate") & points["ttft_ms"].notna()]
     models = []
     for i, costs in enumerate(fit_steps(steps, draws)[0]):
-        names = ("fixed_ms", "token_ms", "attention_ms", "floor_ms")
-        m = replace(base, **dict(zip(names, map(float, costs), strict=True)), source="fitted to runs")
+        fixed, token, attention, floor = map(float, costs)
+        m = replace(base, fixed_ms=fixed, token_ms=token, attention_ms=attention, floor_ms=floor)
+        m = replace(m, source="fitted to runs")
         m = replace(m, t0_ms=0.0, transfer_ms=0.0, link_share=1.0, decode_token_ms=None)
         models.append(m if kept is None or kept.empty else _with_overheads(m, kept, rng if i else None))
     return models

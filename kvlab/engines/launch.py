@@ -121,6 +121,10 @@ def last_error(log: Path) -> str:
             lines = file.read(200_000).decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
+    # pydantic says what is wrong in the line below.
+    below = {line: lines[i + 1] for i, line in enumerate(lines[:-1]) if "ValidationError: 1 validation error" in line}
+    lines = [below[line].split(" [type=")[0].replace("Value error, ", "ValueError: ") if line in below else line
+             for line in lines]  # fmt: skip
     errors = [line for line in lines if _ERROR.search(line)]
     # "ValueError: ..." before a bare "ERROR 12-02 ..." line of a traceback's middle.
     named = [e for e in errors if re.search(r"(Error|Exception): \S|\berror: \S|panicked at", e)]

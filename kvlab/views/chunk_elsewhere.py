@@ -11,13 +11,8 @@ from kvlab.runs import Run
 from kvlab.views import build
 from kvlab.views.chunk_first import GAPS, summary
 
-#: recordings from one GPU -> what they are called beside others; the last has step times
-GPUS = {"chunk_first/h200-one-gpu": "one H200, Llama-8B shape", "chunk_first/h200-steps": "one H200, earlier run"}
-
-
-def gpus() -> list[Run]:
-    """Return the recordings from one GPU."""
-    return [runs.load(name) for name in GPUS]
+#: the recording from one GPU
+GPU = "chunk_first/h200-one-gpu"
 
 
 def _bars(run: Run, where: str) -> pd.DataFrame:
@@ -32,8 +27,9 @@ def beside(run: Run) -> pd.DataFrame:
         columns={"max_num_batched_tokens": "chunk_tokens", "rate_per_gpu_rps": "rate_rps"}
     )
     known["where"] = known["model"] + ", " + known["workload"]
-    found = {r.path: _bars(r, name) for r, name in zip(gpus(), GPUS.values(), strict=True)}
-    found = {run.path: _bars(run, "this run")} | found  # a recording is not beside itself
+    gpu = runs.load(GPU)
+    # A recording is not beside itself.
+    found = {run.path: _bars(run, "this run")} | {gpu.path: _bars(gpu, "one H200, Llama-8B shape")}
     rows = pd.concat([*found.values(), known], ignore_index=True)
     rows["where"] += rows["rate_rps"].map(lambda r: f", {r:g} requests/s")
     return rows[["where", "chunk_tokens", *GAPS, "status", "source"]]

@@ -211,9 +211,17 @@ _VLLM = """\
 """
 
 
+_PYDANTIC = """(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+(APIServer pid=1)   Value error, User-specified max_model_len (36864) is greater than 32768. [type=value_error, input_value=ArgsKwargs()]
+(APIServer pid=1)     For further information visit a page
+"""  # noqa: E501
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (_PYDANTIC, "ValueError: User-specified max_model_len (36864) is greater than 32768."),
         (_VLLM, "ValueError: No available memory for the cache blocks."),
         ("usage: x\nentry.py: error: unrecognized arguments: --nope\n", "unrecognized arguments: --nope"),
         ("INFO fine\nOSError: [Errno 98] Address already in use\n", "OSError: [Errno 98] Address already in use"),

@@ -108,7 +108,7 @@ def test_layout_over_a_fitted_machine(capsys, recording):
 
 
 def test_steps_of_a_chunk_first_recording_and_a_layout(capsys):
-    words = ["--calibration", "chunk_first/h200-steps", "--layout", "llama-3.1-8b", "--rate-gbps", 25]
+    words = ["--calibration", "chunk_first/h200-one-gpu", "--layout", "llama-3.1-8b", "--rate-gbps", 25]
     code, said = planned(capsys, *words)
     assert code == 0 and said.out.splitlines()[-1] == "1P1D does not pay"
     assert "no transfer measured" in said.out and "never to never" not in said.out
