@@ -6,8 +6,9 @@ metadata, and :func:`conform` refuses a table that does not fit.
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
@@ -26,120 +27,15 @@ class Column:
     required: bool = False
 
 
-_S, _I, _F, _B = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+def _described() -> dict[str, tuple[pa.DataType, str, str]]:
+    types = {"string": pa.string(), "int64": pa.int64(), "double": pa.float64(), "bool": pa.bool_()}
+    types["list<double>"] = pa.list_(pa.float64())
+    with Path(__file__).with_name("columns.csv").open(encoding="utf-8", newline="") as file:
+        return {c["column"]: (types[c["type"]], c["label"], c["unit"]) for c in csv.DictReader(file)}
 
-#: column -> type, label for people, unit
-_COLUMNS: dict[str, tuple[Any, ...]] = {
-    "arm": (_S, "Arm"),
-    "rank": (_I, "Decode TP rank"),
-    "pair": (_I, "Agent pair"),
-    "engine": (_S, "Engine"),
-    "request": (_S, "Request"),
-    "prompt_tokens": (_I, "Prompt length", "tokens"),
-    "case": (_S, "Case"),
-    "shape": (_S, "Block placement"),
-    "descriptors": (_I, "Descriptors"),
-    "descriptors_source": (_S, "Descriptor count from"),
-    "descriptor_bytes": (_I, "Descriptor size", "B"),
-    "bytes": (_I, "Bytes", "B"),
-    "post_us": (_F, "Post", "µs"),
-    "xfer_us": (_F, "Pull (post + drain)", "µs"),
-    "post_clock_us": (_F, "Post by our clock", "µs"),
-    "xfer_clock_us": (_F, "Pull by our clock", "µs"),
-    "poll_interval_us": (_F, "Poll interval", "µs"),
-    "in_flight": (_I, "Pulls in flight"),
-    "nixl_threads": (_I, "NIXL threads"),
-    "link": (_S, "Link"),
-    "block_size": (_I, "Block size", "tokens"),
-    "start_s": (_F, "Start since the run began", "s"),
-    "start_uncertainty_s": (_F, "Uncertainty of the start", "s"),
-    "phase": (_S, "Phase"),
-    "start": (_I, "Start of the engines"),
-    "concurrency": (_I, "Requests in flight"),
-    "repetition": (_I, "Repetition"),
-    "warmup": (_B, "Warm-up"),
-    "verified": (_B, "Content verified"),
-    "error": (_S, "Error"),
-    "rate_rps": (_F, "Offered rate", "requests/s"),
-    "chunk_tokens": (_I, "Prefill chunk (max-num-batched-tokens)", "tokens"),
-    "output_tokens": (_I, "Output", "tokens"),
-    "pulled_tokens": (_I, "Prompt length of the pulls beside it", "tokens"),
-    "ttft_ms": (_F, "Time to first token", "ms"),
-    "prefill_ms": (_F, "Prefill request", "ms"),
-    "e2e_ms": (_F, "Whole request", "ms"),
-    "gaps_ms": (pa.list_(_F), "Gaps between tokens", "ms"),
-    "longest_gap_ms": (_F, "Longest gap", "ms"),
-    "process": (_S, "Process"),
-    "host": (_S, "Host"),
-    "pid": (_I, "Process id"),
-    "operation": (_S, "Operation"),
-    "locality": (_S, "Where the peer is"),
-    "local": (_S, "Local memory"),
-    "remote": (_S, "Remote memory"),
-    "min_bytes": (_I, "From size", "B"),
-    "max_bytes": (_I, "To size", "B"),
-    "description": (_S, "Protocol"),
-    "config": (_S, "Lanes"),
-    "selections": (_I, "Times selected"),
-    "transport": (_S, "Transport"),
-    "emulated": (_B, "Software emulation"),
-    "decides": (_B, "Decides for the pull"),
-    "file": (_S, "File"),
-    "line": (_I, "Line"),
-    "expected": (_S, "Expected transport"),
-    "likely": (_S, "Likely transport"),
-    "devices": (_S, "Devices"),
-    "agrees": (_B, "Evidence agrees with the label"),
-    "verdict": (_S, "Verdict"),
-    "evidence": (_S, "Evidence"),
-    "device": (_S, "Device"),
-    "kind": (_S, "Kind of device"),
-    "counter": (_S, "Counter"),
-    "before_bytes": (_F, "Before", "B"),
-    "after_bytes": (_F, "After", "B"),
-    "delta_bytes": (_F, "Counted", "B"),
-    "background_bytes": (_F, "Background expected", "B"),
-    "background_uncertainty_bytes": (_F, "Uncertainty of the background", "B"),
-    "usable": (_B, "Usable"),
-    "note": (_S, "Note"),
-    "name": (_S, "Limit"),
-    "seconds": (_F, "Duration", "s"),
-    "gb_per_s": (_F, "Rate", "GB/s"),
-    "metric": (_S, "Metric"),
-    "labels": (_S, "Labels"),
-    "before": (_F, "Before"),
-    "after": (_F, "After"),
-    "delta": (_F, "Difference"),
-    "restarted": (_B, "Counter restarted"),
-    "prefix_tokens": (_I, "Tokens before the step", "tokens"),
-    "step_ms": (_F, "Step", "ms"),
-    "ordinary_ms": (_F, "Ordinary step", "ms"),
-    "requests": (_I, "Requests"),
-    "failed": (_I, "Failed requests"),
-    "span_s": (_F, "Whole phase", "s"),
-    "duration_s": (_F, "Duration", "s"),
-    "requests_per_s": (_F, "Requests per second", "1/s"),
-    "output_tokens_per_s": (_F, "Output tokens per second", "1/s"),
-    "pulls": (_I, "Pulls seen in the ring"),
-    "pulled_bytes": (_F, "Bytes by the ring", "B"),
-    "vllm_transfers": (_F, "Transfers by vLLM's counters"),
-    "vllm_bytes": (_F, "Bytes by vLLM's counters", "B"),
-    "vllm_descriptors": (_F, "Descriptors by vLLM's counters"),
-    "prompt": (_I, "Prompt"),
-    "tokens": (_I, "Tokens compared"),
-    "largest_logprob_difference": (_F, "Largest difference of log-probabilities"),
-    "tolerance": (_F, "Tolerance"),
-    "outcome": (_S, "Outcome"),
-    "quantity": (_S, "Quantity"),
-    "value": (_F, "Value"),
-    "unit": (_S, "Unit"),
-}
-#: where a column means something else in one table
-_OWN: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("steps", "chunk_tokens"): (_I, "Tokens in the step", "tokens"),
-    ("verdicts", "transport"): (_S, "Transport of the payload"),
-    ("limits", "kind"): (_S, "Kind"),
-}
+
+#: columns.csv: column (or TABLE.column, where it means something else in one table) -> type, label, unit
+_COLUMNS = _described()
 #: table -> its columns in order, ``!`` after those that must be there
 _TABLES = {
     "pulls": (
@@ -179,8 +75,7 @@ def _columns(table: str, names: str) -> tuple[Column, ...]:
     found = []
     for name in names.split():
         plain = name.rstrip("!")
-        kind, text, unit = (*_OWN.get((table, plain), _COLUMNS[plain]), "")[:3]
-        found.append(Column(plain, kind, text, unit, name != plain))
+        found.append(Column(plain, *_COLUMNS.get(f"{table}.{plain}", _COLUMNS[plain]), name != plain))
     return tuple(found)
 
 

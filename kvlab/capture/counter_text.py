@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvlab.capture.counters import SATURATED, WORD
+from kvlab.capture.logs import ADVICE
 
 _PATH = re.compile(r"sys/class/(?:infiniband|net)/([^/\s:]+)((?:/[^/\s:]+)*)/(\w+)\s*(?::\s*|=\s*|<==\s*$)(.*)$")
 _LOOSE = re.compile(r"(?<![\w/.])()()(port_(?:rcv|xmit)_(?:data|packets)(?:_64)?)\s*[:=\s]\s*(\d+|N/A.*)\s*$")
@@ -14,22 +15,6 @@ _PERFQUERY = re.compile(r"(?:Port)?(Xmi?t|Rcv)(Data|Bytes|Pkts):\.*\s*(\d+|0x[0-
 _HEADER = re.compile(r"# Port (extended )?counters: (?:Lid (\w+) )?port (\d+)")
 _ETHTOOL = re.compile(r"(?<![\w./])((?:rx|tx)\w*_bytes\w*): (\d+)\s*$")
 _INTERFACE = re.compile(r"ethtool (?:-S|--statistics) (\S+)")
-ADVICE = {
-    "counter-words": "Data counters of RDMA ports are words of 4 bytes, whatever the lane count; ethtool and "
-    "interfaces count bytes",
-    "counter-saturated": "The 32-bit counter sticks there (it does not wrap): 17.2 GB or more went by, and a "
-    "difference against it is 0 or more, which is nothing. Read 64 bits (perfquery -x), or reset it before the run",
-    "counter-zero": "Counter not usable on this driver, unless it has been seen to move: 0 does not mean no RDMA "
-    "traffic. Take ethtool -S of the paired interface (rx_vport_rdma_unicast_bytes, else rx_bytes_phy). An "
-    "interface's total holds TCP too, so it cannot tell RoCE from a fall-back to TCP. Check before a run that the "
-    "counter moves",
-    "counter-not-readable": "No performance agent answers on this port: take hw_counters, or ethtool -S of the "
-    "paired interface",
-    "counters-agree": "Two sources agree, so the port counter is in words and usable",
-    "counters-differ": "Two sources of one port disagree: read at different times, or they are two ports",
-    "counter-unit-error": "A factor of 4 is a unit error: one of the two was converted already, or not at all",
-    "port-down": "The port is down: its rate is a placeholder, no speed",
-}
 #: what a line with a counter, or with the name of what it counts for, holds
 LINE = re.compile(
     r"port_(?:rcv|xmit)_|(?:Xmi?t|Rcv)(?:Data|Bytes|Pkts):|sys/class/(?:infiniband|net)/|_vport_|_bytes_phy"
