@@ -17,6 +17,8 @@ from kvlab.runs import Run
 #: the recording whose steps are fitted, and whose stalls under load are held against the fit
 FITTED = "chunk_first/h200-one-gpu"
 LAYOUT, GAPS_MS = "llama-3.1-8b", (50.0, 30.0)
+#: bootstrap draws of the fit; each is carried through to every crossover shown
+DRAWS = 100
 RATES_GBPS = (25, 50, 100, 200, 400, 800)
 
 
@@ -27,7 +29,7 @@ def models(run: Run, floor: bool = True) -> list[steps.Model]:
     """
     base = steps.with_layout(steps.PUBLISHED, kv_layout.load(LAYOUT))
     table = run.table("steps")
-    return calibrate.calibrate(table if floor else table.drop(columns="ordinary_ms"), base=base)
+    return calibrate.calibrate(table if floor else table.drop(columns="ordinary_ms"), base=base, draws=DRAWS)
 
 
 def _steps(m: steps.Model, chunk: int, prompt: int) -> tuple[float, float]:

@@ -45,7 +45,7 @@ def test_a_rate_at_which_it_never_pays_is_said():
 
 def test_the_fit_of_the_recording():
     estimate, *draws = view.models(RUN)
-    assert len(draws) == 500 and estimate.token_bytes == 131_072
+    assert len(draws) == view.DRAWS and estimate.token_bytes == 131_072
     # Steps of 2,559 from prefix 2,559 on, medians of two prompts: 65.0, 69.5, 74.8, 80.5 and 90.4 ms
     told = [float(steps.step_ms(estimate, 2559 * i, 2559)) for i in range(1, 6)]
     assert sum(told) == pytest.approx(380.2, rel=0.05)
