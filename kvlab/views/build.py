@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,13 @@ def intervals(
     frame = frame.assign(**{end: frame[end].fillna(frame[x]) for end in (low, high)})
     title = charts.title(heading, run, caption)
     return charts.show(charts.points_with_interval(frame, title, x=x, low=low, high=high, **how), name, run)
+
+
+def in_order(frame: pd.DataFrame, keys: Sequence[str], **orders: Sequence[str]) -> pd.DataFrame:
+    """Sort rows by the columns ``keys``; one that ``orders`` names by each value's place there."""
+    ranks = {column: {value: i for i, value in enumerate(order)} for column, order in orders.items()}
+    key = lambda c: c.map(ranks[c.name]) if c.name in ranks else c  # noqa: E731
+    return frame.sort_values(list(keys), key=key, kind="stable")
 
 
 def transports(run: Run) -> dict[str, str]:

@@ -72,9 +72,8 @@ def plain(run: Run) -> pd.DataFrame:
     rows = pulls(run)
     found = split.summary(rows[rows["variation"] == PLAIN], by=("arm", "pull", "descriptor_bytes"))
     found = found.assign(pull_bytes=found.groupby("pull")["bytes"].transform("min"))
-    order = {"arm": {label: i for i, label in enumerate(arms(run))}}
-    keys = ["pull_bytes", "arm", "descriptor_bytes"]
-    return found.sort_values(keys, key=lambda c: c.map(order.get(str(c.name), lambda v: v)), ignore_index=True)
+    found = build.in_order(found, ["pull_bytes", "arm", "descriptor_bytes"], arm=arms(run))
+    return found.reset_index(drop=True)
 
 
 @cache

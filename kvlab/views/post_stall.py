@@ -53,9 +53,8 @@ def table(pair: Sequence[Found]) -> gt.GT:
     for one in pair:
         grouped = one.met.groupby(["arm", "pulled_tokens"])
         rows = grouped[medians].median().assign(n=grouped["pulls"].sum()).reset_index()
-        order = {a: i for i, a in enumerate(arms(one.run))}
-        rows = rows.assign(rank=rows["arm"].map(order), where=one.where, step_ms=rows["arm"].map(one.step_ms))
-        found.append(rows.sort_values(["pulled_tokens", "rank"]))
+        rows = rows.assign(where=one.where, step_ms=rows["arm"].map(one.step_ms))
+        found.append(build.in_order(rows, ["pulled_tokens", "arm"], arm=arms(one.run)))
     rows = pd.concat(found, ignore_index=True)
     rows = rows.assign(mib=rows["bytes"] / 2**20, over_ms=rows["gap_ms"] - rows["control_ms"])
     return build.table(

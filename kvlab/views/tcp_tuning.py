@@ -36,11 +36,8 @@ def link_name(text: str) -> str:
 
 def ordered(frame: pd.DataFrame, run: Run) -> pd.DataFrame:
     """Sort rows by link, then arm, as the parameters name them, then descriptors."""
-    link = {name: i for i, name in enumerate(links(run))}
-    rank = {label: i for i, label in enumerate(arms(run))}
-    keys = frame.assign(_link=frame["link"].map(link), _arm=frame["arm"].map(rank))
     more = [c for c in ("descriptors", "case") if c in frame][:1]
-    return keys.sort_values(["_link", "_arm", *more], kind="stable").drop(columns=["_link", "_arm"])
+    return build.in_order(frame, ["link", "arm", *more], link=links(run), arm=arms(run))
 
 
 def _once(link: pd.Series) -> pd.Series:
@@ -150,9 +147,8 @@ def claims(run: Run) -> pd.DataFrame:
     figures = published.load("tcp_transfer").set_index("quantity")["value"].to_dict()
     base = run.manifest["parameters"]["base_segment"]
     rows = tcp.claims(run.table("pulls"), run.table("cells"), run.table("limits"), figures, base)
-    order = {link: i for i, link in enumerate(["", "all", *links(run)])}
-    keys = rows.assign(_c=pd.factorize(rows["claim"])[0], _l=rows["link"].map(order))
-    return keys.sort_values(["_c", "_l"], kind="stable", ignore_index=True).drop(columns=["_c", "_l"])
+    named = build.in_order(rows, ["claim", "link"], claim=list(rows["claim"].unique()), link=["", "all", *links(run)])
+    return named.reset_index(drop=True)
 
 
 def claims_table(rows: pd.DataFrame) -> gt.GT:
