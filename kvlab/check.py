@@ -7,6 +7,7 @@ blocks and reads what UCX did choose; :func:`judge` applies the rules.  Rules ar
 
 from __future__ import annotations
 
+import csv
 import difflib
 import importlib
 import inspect
@@ -136,10 +137,10 @@ class Rule:
     id: str
     of: str
     weight: str
-    test: Test
     what: str
     remedy: str
     source: str
+    test: Test
 
 
 @dataclass(frozen=True)
@@ -239,113 +240,64 @@ def _isolated(f: Facts) -> str | None:
     return f"{f['container'] or 'a container'}: {', '.join(own)} namespace of its own" if own else None
 
 
-_DOCKER = "https://docs.docker.com/reference/cli/docker/container/run/"
-_SYSFS = "https://docs.kernel.org/infiniband/sysfs.html"
-_SEEN = "seen: NIXL 1.4.1, UCX 1.22"
-
-#: id, of, weight, test, what, remedy, source; owner/name#N is an issue or pull request on GitHub
 # fmt: off
-_RULES: list[tuple[str, str, str, Test, str, str, str]] = [
-    ("nixl-missing", "machine", "trap", lambda f: None if f["nixl"] else "no wheel here that fits torch's CUDA",
-     "NIXL is not installed: nothing can be measured", "pip install 'kvlab[cpu]' or 'kvlab[gpu]'", "README"),
-    ("ucx-does-not-start", "machine", "blocks",
+#: rule -> its test
+_TESTS: dict[str, Test] = {
+    "nixl-missing": lambda f: None if f["nixl"] else "no wheel here that fits torch's CUDA",
+    "ucx-does-not-start":
      lambda f: f["ucx"] and (f["ucx"]["error"] or (None if f["ucx"]["version"] else "it said nothing")),
-     "UCX does not load or answer", "`ldd` on its libraries names what is missing", "ai-dynamo/nixl#1846"),
-    ("variable-misspelt", "machine", "trap", lambda f: misspelt(f, f["environment"]),
-     "a UCX_, NIXL_ or VLLM_NIXL_ variable of this shell is one letter off a known one",
-     "correct it: unknown names are ignored without an error", "openucx/ucx#5022"),
-    ("memory-lock-limit", "machine", "trap",
+    "variable-misspelt": lambda f: misspelt(f, f["environment"]),
+    "memory-lock-limit":
      lambda f: f"ulimit -l: {f['memlock_bytes'] // 1024} KiB" if f["rdma"] and f["memlock_bytes"] is not None
      and not f["ipc_lock"] else None,
-     "RDMA locks memory and may not", "`ulimit -l unlimited`; Docker: `--ulimit memlock=-1`", "openucx/ucx#8229"),
-    ("ptrace-forbidden", "machine", "trap", _ptrace,
-     "processes may not read each other's memory, so cma cannot work",
-     "`sysctl kernel.yama.ptrace_scope=0`; Docker: `--cap-add SYS_PTRACE`, one user namespace", "open-mpi/ompi#6997"),
-    ("namespaces-isolated", "machine", "note", _isolated,
-     "an engine in another container is out of reach of cuda_ipc, cma and shared memory",
-     "one container or pod for both; or `--pid=host --ipc=host`", "https://docs.rapids.ai/api/ucxx/stable/deployment"),
-    ("shared-memory-small", "machine", "trap",
+    "ptrace-forbidden": _ptrace,
+    "namespaces-isolated": _isolated,
+    "shared-memory-small":
      lambda f: f"{f['shm_free_bytes'] >> 20} MiB free" if (f["shm_free_bytes"] or 1 << 30) < 128 << 20 else None,
-     "/dev/shm is small (64 MiB is Docker's default)", "`--shm-size=8g` or `--ipc=host`", _DOCKER),
-    ("rdma-port-down", "machine", "trap",
+    "rdma-port-down":
      lambda f: [f"{p['device']}:{p['port']} is {p['state']}" for p in f["rdma"] if p["state"] != "ACTIVE"],
-     "an RDMA port is not active", "cable, switch or subnet manager; `ibstat` says which", _SYSFS),
-    ("rdma-without-address", "machine", "trap",
+    "rdma-without-address":
      lambda f: [f"{p['device']}:{p['port']}" for p in f["rdma"] if p["state"] == "ACTIVE" and not p["gid"]],
-     "an active port has no GID: nobody can connect to it",
-     "an IP address on its interface, in this network namespace", _SYSFS),
-    ("rdma-not-visible", "machine", "trap", lambda f: f["rdma_hidden"],
-     "an RDMA adapter is on the bus and cannot be used from here",
-     "Docker: `--device=/dev/infiniband`; Kubernetes: the RDMA device plugin", "llm-d/llm-d#2370"),
-    ("no-gpudirect", "machine", "trap", lambda f: "neither nvidia_peermem nor the open driver" if f["gpus"]
-     and f["rdma"] and not (f["peermem"] or f["open_driver"]) else None,
-     "GPU and RDMA without peer memory or dma-buf: reads of VRAM are emulated",
-     "`modprobe nvidia_peermem`, or NVIDIA's open kernel driver", "openucx/ucx#9908"),
-    ("gpu-library-missing", "machine", "trap",
+    "rdma-not-visible": lambda f: f["rdma_hidden"],
+    "no-gpudirect":
+     lambda f: "neither nvidia_peermem nor the open driver" if f["gpus"] and f["rdma"] and not (
+         f["peermem"] or f["open_driver"]) else None,
+    "gpu-library-missing":
      lambda f: (f["ucx"] or {}).get("unloadable", {}).get("cuda") if f["gpus"] or f["nvidia_devices"] else None,
-     "a GPU is here and UCX's CUDA module cannot load", "Docker: `--gpus all`", "ai-dynamo/nixl#1846"),
-    ("side-channel", "machine", "trap", lambda f: None if f["side_channel"]["state"] == "free" else
-     "{host}:{port}: {state}".format(**f["side_channel"]), "vLLM's side channel cannot be opened there",
-     "VLLM_NIXL_SIDE_CHANNEL_PORT for every engine (base + data-parallel rank), this machine's address as HOST",
-     "vllm-project/vllm#20965"),
-    ("arm-variable-misspelt", "arm", "trap",
-     lambda a: misspelt(a.facts, {**a.arm.env, **a.arm.initiator_env, **a.arm.target_env}),
-     "a variable of the arm is one letter off a known one", "correct it: unknown names are ignored",
-     "openucx/ucx#5022"),
-    ("transport-unknown", "arm", "trap", _unknown, "UCX_TLS names a transport that does not exist",
-     "correct it: UCX warns once and goes on without it", "openucx/ucx#5022"),
-    ("transport-not-in-build", "arm", "trap", _not_built, "UCX_TLS names a transport that this UCX was built without",
-     "another wheel, or NIXL built against another UCX", "ai-dynamo/nixl#1097"),
-    ("transport-not-here", "arm", "trap", _not_here, "UCX_TLS names a transport that cannot work on this machine",
-     "the line 'not usable' says what it lacks", "openucx/ucx#5022"),
-    ("no-message-transport", "arm", "blocks",
-     lambda a: None if any(a.allows(t) for t in MESSAGES) else f"UCX_TLS={a.env['UCX_TLS']}",
-     "UCX_TLS leaves no transport with active messages that reports a dead peer (sm, cma, cuda_ipc are none)",
-     "add tcp (or rc): the payload stays on the faster one", "ai-dynamo/nixl#1413"),
-    ("device-not-here", "arm", "blocks", _device, "UCX_NET_DEVICES names no device of this machine",
-     "names differ from node to node; RDMA ports are written mlx5_0:1", "openucx/ucx#5022"),
-    ("one-side-only", "arm", "trap", _one_side, "the two sides have different transports, devices or TCP segments",
-     "set them alike on both (only device names may differ)", "openucx/ucx#5022"),
-    ("no-gpu", "arm", "blocks", lambda a: None if a.has_gpus else
-     f"{len(a.facts['gpus'])} GPUs here, GPU {max(a.gpus)} wanted",
-     "the arm's KV is in VRAM and there is no such GPU", "`memory: DRAM`, or other GPU numbers", _SEEN),
-    ("gpu-reads-off", "arm", "trap", lambda a: None if a.memory != "VRAM" or not a.facts["gpus"]
-     or not a.allows("cuda_ipc") or gpu_reads(a.facts, a.env)[0] else gpu_reads(a.facts, a.env)[1],
-     "cuda_ipc may write and not read: the pull silently goes over RDMA or TCP",
-     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on on both sides", "openucx/ucx#7566, ai-dynamo/nixl#1097"),
-    ("memory-not-exportable", "arm", "trap",
+    "side-channel":
+     lambda f: None if f["side_channel"]["state"] == "free" else "{host}:{port}: {state}".format(**f["side_channel"]),
+    "arm-variable-misspelt": lambda a: misspelt(a.facts, {**a.arm.env, **a.arm.initiator_env, **a.arm.target_env}),
+    "transport-unknown": _unknown,
+    "transport-not-in-build": _not_built,
+    "transport-not-here": _not_here,
+    "no-message-transport": lambda a: None if any(a.allows(t) for t in MESSAGES) else f"UCX_TLS={a.env['UCX_TLS']}",
+    "device-not-here": _device,
+    "one-side-only": _one_side,
+    "no-gpu": lambda a: None if a.has_gpus else f"{len(a.facts['gpus'])} GPUs here, GPU {max(a.gpus)} wanted",
+    "gpu-reads-off":
+     lambda a: None if a.memory != "VRAM" or not a.facts["gpus"] or not a.allows("cuda_ipc")
+     or gpu_reads(a.facts, a.env)[0] else gpu_reads(a.facts, a.env)[1],
+    "memory-not-exportable":
      lambda a: "expandable_segments:True" if a.memory == "VRAM" and a.allows("cuda_ipc") and vmm(a.env) else None,
-     "expandable segments are memory that cuda_ipc cannot export: the pull silently goes elsewhere",
-     "PYTORCH_CUDA_ALLOC_CONF without it", "ai-dynamo/nixl#1754"),
-    ("no-cuda-copy", "arm", "blocks",
+    "no-cuda-copy":
      lambda a: f"UCX_TLS={a.env['UCX_TLS']}" if a.memory == "VRAM" and not a.allows("cuda_copy") else None,
-     "the KV is in VRAM and UCX_TLS leaves cuda_copy out", "add cuda_copy", "ai-dynamo/dynamo#13596"),
-    ("not-nvlink", "arm", "trap", _not_nvlink, "the label says NVLink and there is none between the two GPUs",
-     "other GPU numbers, or another label", "vllm-project/vllm#35799"),
-    ("tcp-segment-default", "arm", "note",
+    "not-nvlink": _not_nvlink,
+    "tcp-segment-default":
      lambda a: f"UCX_TCP_TX_SEG_SIZE is {own}" if a.prediction and a.prediction.transports == ("tcp",)
      and (own := a.ucx["variables"].get("UCX_TCP_TX_SEG_SIZE")) and "UCX_TCP_TX_SEG_SIZE" not in a.env else None,
-     "UCX sends TCP in small segments by default", "UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE of 256k on both sides",
-     "kvlab run tcp-tuning"),
-    ("socket-buffers-small", "arm", "note", _buffers, "the kernel's TCP buffers are small for a long fast road",
-     "raise the third value of net.ipv4.tcp_rmem and tcp_wmem", "https://docs.kernel.org/networking/ip-sysctl.html"),
-    ("old-protocols", "arm", "blocks", lambda a: "UCX_PROTO_ENABLE=n" if off(a.env.get("UCX_PROTO_ENABLE")) else None,
-     "NIXL's reads fail without UCX's new protocols", "leave UCX_PROTO_ENABLE alone", _SEEN),
-    ("no-evidence", "arm", "trap", lambda a: "UCX_PROTO_INFO=n" if off(a.arm.env.get("UCX_PROTO_INFO")) else None,
-     "the run cannot show what carried the pull", "leave UCX_PROTO_INFO out: kvlab sets it", _SEEN),
-    ("not-measurable", "arm", "blocks", lambda a: None if a.facts["nixl"] else "the arm cannot run",
-     "there is no NIXL here to pull with", "install it, or replay a recording", "README"),
-    ("label-not-met", "arm", "blocks", _label, "what UCX should take here is not what the label claims",
-     "the arm's other findings say why", "prediction"),
-    ("probe-failed", "arm", "blocks", lambda a: (a.probe or {}).get("error"), "a tiny pull failed",
-     "the message is UCX's or NIXL's own", "probe"),
-    ("probe-contradicts", "arm", "blocks", _contradicts, "a tiny pull took another transport than the label claims",
-     "the arm's other findings say why", "probe"),
-    ("prediction-wrong", "arm", "note", _wrong, "a tiny pull took another transport than kvlab expected",
-     "believe the pull, and report `kvlab check --json`", "probe"),
-]
+    "socket-buffers-small": _buffers,
+    "old-protocols": lambda a: "UCX_PROTO_ENABLE=n" if off(a.env.get("UCX_PROTO_ENABLE")) else None,
+    "no-evidence": lambda a: "UCX_PROTO_INFO=n" if off(a.arm.env.get("UCX_PROTO_INFO")) else None,
+    "not-measurable": lambda a: None if a.facts["nixl"] else "the arm cannot run",
+    "label-not-met": _label,
+    "probe-failed": lambda a: (a.probe or {}).get("error"),
+    "probe-contradicts": _contradicts,
+    "prediction-wrong": _wrong,
+}
 # fmt: on
-RULES = {r[0]: Rule(*r) for r in _RULES}
+#: rules.csv: id, of, weight, what, remedy, source; owner/name#N is an issue or pull request on GitHub
+with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as _file:
+    RULES = {row["id"]: Rule(test=_TESTS[row["id"]], **row) for row in csv.DictReader(_file)}
 
 
 def judge(facts: Facts, views: Iterable[View] = ()) -> list[Finding]:
