@@ -9,10 +9,11 @@ import great_tables as gt
 import numpy as np
 import pandas as pd
 
-from kvlab import charts, kv_layout, tables
+from kvlab import charts, kv_layout
 from kvlab.analysis import calibrate, stalls, steps
 from kvlab.analysis.calibrate import TAILS
 from kvlab.runs import Run
+from kvlab.views import build
 
 #: the recording whose steps are fitted, and whose stalls under load are held against the fit
 FITTED = "chunk_first/h200-one-gpu"
@@ -65,13 +66,11 @@ def stalls_told(fitted: Sequence[steps.Model], run: Run) -> pd.DataFrame:
 
 def stalls_table(told: pd.DataFrame) -> gt.GT:
     """Show predicted steps and measured longest gaps by chunk."""
-    labels = {"chunk_tokens": "Chunk", "predicted_low": "Told: first step, low",
-              "predicted": "Told: longest step", "predicted_high": "Told: longest, high", "p10": "Longest gap, p10",
-              "median": "Longest gap, median", "p90": "Longest gap, p90", "ratio": "Median / told",
-              "all_median": "All gaps, median", "all_p90": "All gaps, p90"}  # fmt: skip
-    return tables.show(told, "gpu_stalls", title="Steps told by the fit, longest gaps measured (ms)", labels=labels,
-                       decimals={k: int(k == "ratio") for k in labels},
-                       note="Low and high: 95 % bounds. One prompt a step, at 8,192 two.")  # fmt: skip
+    columns = "chunk_tokens predicted_low predicted predicted_high p10 median p90 ratio all_median all_p90"
+    title = "Steps told by the fit, longest gaps measured (ms)"
+    note = "Low and high: 95 % bounds. One prompt a step, at 8,192 two."
+    names = {"chunk_tokens": "Chunk", "ratio": "Median / told"}
+    return build.table(told, "gpu_stalls", title, columns, note, {"ratio": 1}, **names)
 
 
 def stalls_chart(told: pd.DataFrame) -> charts.Shown:
@@ -80,17 +79,13 @@ def stalls_chart(told: pd.DataFrame) -> charts.Shown:
     names = {"steps told by the fit": ("predicted_low", "predicted", "predicted_high"),
              "longest gaps measured": ("p10", "median", "p90")}  # fmt: skip
     parts = [told[list(c)].set_axis(["low", "ms", "high"], axis=1).assign(arm=a, case=case) for a, c in names.items()]
-    frame = pd.concat(parts)
-    frame = frame.assign(low=frame["low"].fillna(frame["ms"]), high=frame["high"].fillna(frame["ms"]))
     caption = (
         "told: from the first step's lower 95 % bound to the longest's upper one, dot: the longest; measured: p10, "
         f"median, p90 of the requests; steps and stalls of {FITTED}; dummy weights"
     )
-    chart = charts.points_with_interval(
-        frame, charts.title("Longest gaps by chunk, and the steps that the fit tells", None, caption), x="ms",
-        low="low", high="high", x_title="ms (log scale)", log=True,
-    )  # fmt: skip
-    return charts.show(chart, "gpu_stalls")
+    heading, ends = "Longest gaps by chunk, and the steps that the fit tells", ("ms", "low", "high")
+    frame = pd.concat(parts)
+    return build.intervals(frame, None, "gpu_stalls", heading, caption, *ends, x_title="ms (log scale)", log=True)
 
 
 def stalls_said(told: pd.DataFrame) -> str:
@@ -102,8 +97,9 @@ def stalls_said(told: pd.DataFrame) -> str:
     )
 
 
-def crossovers(sets: Sequence[tuple[str, Sequence[steps.Model], float]],
-               rates: Sequence[float] = RATES_GBPS) -> pd.DataFrame:  # fmt: skip
+def crossovers(
+    sets: Sequence[tuple[str, Sequence[steps.Model], float]], rates: Sequence[float] = RATES_GBPS
+) -> pd.DataFrame:
     """Return where 1P1D pays by link rate, for each (name, models, gap limit in ms)."""
     rows = [
         {"arm": name, "gbps": r, **calibrate.crossover(fitted, r, gap_ms=gap, grid=steps.GRID_TOKENS)}
@@ -115,22 +111,20 @@ def crossovers(sets: Sequence[tuple[str, Sequence[steps.Model], float]],
 
 def crossovers_table(found: pd.DataFrame) -> gt.GT:
     """Show the lower edge by link rate, with its interval, and from where on 1P1D pays at every length."""
-    labels = {"arm": "Gap limit", "gbps": "Link (Gbps)", "lower": "First length at which 1P1D pays (tokens)",
-              "low": "Low (95 %)", "high": "High (95 %)", "steady": "At every length from", "upper": "to",
-              "never": "Draws in which never (%)"}  # fmt: skip
     most = f"{steps.GRID_TOKENS} up to {steps.MOST_TOKENS:,}"
     note = f"No TTFT limit; lengths by {most}; empty: none, or (to) not reached."
-    return tables.show(found.assign(never=100 * found["never"]), "gpu_crossover", labels=labels, note=note,
-                       title=f"Predicted for one GPU, KV of {LAYOUT}",
-                       decimals={k: 0 for k in labels if k != "arm"})  # fmt: skip
+    names = {"arm": "Gap limit", "lower": "First length at which 1P1D pays (tokens)", "upper": "to"}
+    title, columns = f"Predicted for one GPU, KV of {LAYOUT}", "arm gbps lower low high steady upper never"
+    shown = found.assign(never=100 * found["never"])
+    return build.table(shown, "gpu_crossover", title, columns, note, {"gbps": 0}, **names)
 
 
-def crossovers_chart(fitted: Sequence[steps.Model], rates: Sequence[float] = RATES_GBPS) -> charts.Shown:
+def crossovers_chart(fitted: Sequence[steps.Model]) -> charts.Shown:
     """Draw how much sooner 1P1D answers than tuned replicas: a panel a gap limit, a colour a link rate."""
     lengths = np.arange(steps.GRID_TOKENS, 32_768 + 1, steps.GRID_TOKENS)
     parts = [
         steps.curve(fitted[0], lengths, rate, gap).assign(gbps=rate, gap=f"gap limit {gap:g} ms")
-        for rate in rates
+        for rate in RATES_GBPS
         for gap in GAPS_MS
     ]
     frame = pd.concat(parts)
