@@ -76,7 +76,7 @@ class Cluster:
         argv += [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         argv += [f"--node-ip-address={place.address}", "--num-cpus=4", "--object-store-memory=80000000", *words]
         given, env = env, {**os.environ, **_QUICK, **env}
-        log = self.folder / f"node-{side}.log"
+        log = self.folder / f"node-{side}-{len(list(self.folder.glob('node-*')))}.log"
         self.nodes[side] = local.start(argv, env=env, log=log, place=place, pass_fds=(reading,))
         os.close(reading)
         _hurry(self.nodes[side].pid, -12)
