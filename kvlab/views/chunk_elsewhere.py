@@ -61,8 +61,21 @@ def steps_table(*found: Run) -> gt.GT | str:
     parts = [r.table("steps").assign(run=r.id) for r in {r.path: r for r in found}.values() if r.has("steps")]
     if not parts:
         return "no step times were measured"
-    keys = ["run", "arm", "prompt_tokens", "prefix_tokens", "chunk_tokens"]
-    rows = pd.concat(parts).groupby(keys, as_index=False).agg(n=("step_ms", "size"), step_ms=("step_ms", "median"))
-    title = "Steps that carry a chunk: fixed cost, cost a token, and attention over the prefix"
-    columns, step = "run arm prefix_tokens chunk_tokens n step_ms", "Median step (ms)"
-    return build.table(rows, "steps", title, columns, arm="Configuration", n="Seen", step_ms=step)
+    keys = ["run", "arm", "chunk_tokens"]
+    each = pd.concat(parts).groupby([*keys, "prefix_tokens"], as_index=False).agg(step_ms=("step_ms", "median"))
+    what = {"n": "size", "first": "first", "step_ms": "median", "last": "last"}
+    rows = each.groupby(keys, as_index=False).agg(**{name: ("step_ms", how) for name, how in what.items()})
+    rows = rows.sort_values(["run", "chunk_tokens"], ascending=[True, False])
+    return build.table(
+        rows,
+        "steps",
+        "Steps that carry a chunk of a long prompt (ms)",
+        "run arm chunk_tokens n first step_ms last",
+        "At each prefix the median of the prompts; first: at prefix 0, last: at the longest prefix.",
+        {"first": 1, "last": 1},
+        arm="Configuration",
+        n="Prefixes",
+        first="First",
+        step_ms="Median",
+        last="Last",
+    )

@@ -108,7 +108,8 @@ def absolute_table(run: Run) -> gt.GT:
             pull, low, high = median_interval(own["xfer_us"] / 1e3)
             size, count, post = own[["bytes", "descriptors", "post_us"]].median()
             share = (own["post_us"] / own["xfer_us"]).median()
-            row = (arm, int(tokens), len(own), size / 1e6, count, post / 1e3, pull, f"{low:.3g} to {high:.3g}", share)
+            between = f"{low:.3g} to {high:.3g}" if low == low else "too few pulls"
+            row = (arm, int(tokens), len(own), size / 1e6, count, post / 1e3, pull, between, share)
             rows.append((*row, ask["ttft_ms"].median()))
     columns = "arm prompt_tokens n mb descriptors post_ms pull_ms interval post_share ttft_ms"
     return build.table(

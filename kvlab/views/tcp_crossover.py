@@ -232,7 +232,7 @@ def constants_table(models: list[steps.Model], where: str = "this machine") -> g
              "link_share": ("Time on the link over bytes / rate", "", 1)}  # fmt: skip
     frame["what"], frame["unit"] = ([words[n][i] for n in frame["name"]] for i in (0, 1))
     factor = frame["name"].map(lambda n: words[n][2])
-    frame["published"] = [getattr(steps.PUBLISHED, n) for n in frame["name"]]
+    frame["published"] = [getattr(steps.PUBLISHED, n) if n != "floor_ms" else np.nan for n in frame["name"]]
     numbers = ["value", "low", "high", "published"]
     frame[numbers] = frame[numbers].mul(factor, axis=0)
     title, columns = f"The step-time model of {where}", f"what unit {' '.join(numbers)}"
@@ -244,7 +244,7 @@ def steps_chart(run: Run) -> charts.Shown:
     _, frame = calibrate.fit_steps(run.table("steps"))
     chunk = alt.Color("chunk_tokens:O", title="Chunk (tokens)")
     base = alt.Chart(frame).encode(x=alt.X("prefix_tokens:Q", title="Prefix (tokens)"), color=chunk)
-    y = alt.Y("step_ms:Q", title="Step (ms)")
+    y = alt.Y("step_ms:Q", title="Step (ms, log scale)", scale=alt.Scale(type="log"))
     dots = base.mark_point(filled=True, size=50, opacity=1).encode(y=y, tooltip=list(frame))
     worst = frame["residual"].abs().max()
     heading = charts.title("Step times, measured and fitted", run, f"largest residual {worst:.1%}; {run.id}")
