@@ -59,7 +59,7 @@ def test_ranking_takes_the_best_chunk_at_each_pair(run):
 
 def test_heat_map_marks_ties_and_the_chunk(run):
     shown = view.heat_map(view.ranking(run), run)
-    data = next(iter(shown._bundle["application/vnd.vegalite.v5+json"]["datasets"].values()))
+    data = next(iter(shown.bundle["application/vnd.vegalite.v5+json"]["datasets"].values()))
     assert [row["text"] for row in data] == ["", "256", "1024", "", "=", "="]
 
 
@@ -91,18 +91,19 @@ def test_predictions_can_be_refuted(run):
 
 
 def test_recordings_from_one_gpu_beside_published_bars(run):
-    gpu, timed = elsewhere.gpus()
+    gpu = runs.load(elsewhere.GPU)
     rows = elsewhere.beside(run)
     assert set(rows["status"]) == {"measured", "figure"}
     published = rows[rows["where"] == "Gemma 4 26B-A4B FP8, 4K fixed, 0.5 requests/s"]
     assert published.set_index("chunk_tokens")["gap_median_ms"].to_dict() == {2560: 62.2, 1024: 43.2, 512: 26.8}
     own = view.summary(gpu).set_index("chunk_tokens")["gap_median_ms"]
     assert own[256] < own[1024] < own[2560]
-    # A panel for each load of this run, one for each recording, three published; a recording is not beside itself.
-    assert rows["where"].nunique() == 7
-    assert elsewhere.beside(gpu)["where"].nunique() == 5
+    # A panel for each load of this run, one for the recording, three published; a recording is not beside itself.
+    assert rows["where"].nunique() == 6
+    assert elsewhere.beside(gpu)["where"].nunique() == 4
     assert elsewhere.steps_table(run) == "no step times were measured"
-    assert not isinstance(elsewhere.steps_table(run, gpu, timed), str)
+    assert not isinstance(elsewhere.steps_table(run, gpu), str)
+    gpu.manifest["outcome"] = "interrupted"
     verdict = view.conclude(gpu, view.summary(gpu), view.ranking(gpu))
     assert verdict.startswith("The run is not whole (interrupted).")
     assert "prediction that tuned" not in verdict

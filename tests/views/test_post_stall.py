@@ -47,7 +47,7 @@ def test_pictures_and_tables(tmp_path):
     html = view.table(pair).as_raw_html()
     for value in ("20.0", "30.0", "10.0", "65,536"):  # medians of post, gap, the control's window; the other's count
         assert value in html
-    left, right = view.chart(pair)._bundle["application/vnd.vegalite.v5+json"]["hconcat"]
+    left, right = view.chart(pair).bundle["application/vnd.vegalite.v5+json"]["hconcat"]
     assert (left["title"], right["title"]) == ("CPU", "H200")
     assert "fit: 10 ms + 1.00 (1.00 to 1.00) x post" in json.dumps(left)
     assert "control: same window, no pull" in json.dumps(left)
