@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
 from kvlab.analysis.compare import ratios
@@ -49,3 +50,36 @@ def reconciled(phases: pd.DataFrame) -> pd.DataFrame:
     )
     sums["byte_difference"] = sums["pulled_bytes"] - sums["vllm_bytes"]
     return sums
+
+
+def _union_s(start: pd.Series, end: pd.Series) -> float:
+    """Return the time that the intervals (s) cover together."""
+    rows = pd.DataFrame({"start": start, "end": end}).sort_values("start")
+    reached = rows["end"].cummax().shift(fill_value=-np.inf)
+    return float((rows["end"] - np.maximum(rows["start"], reached)).clip(lower=0).sum())
+
+
+def rate_in_flight(pulls: pd.DataFrame) -> dict[str, float] | None:
+    """Return the rate while at least one pull was in flight: bytes over the union of the pulls' intervals.
+
+    vLLM's ``Throughput`` is bytes over the *sum* of the intervals (``per_pull_gb_per_s``), which shrinks with every
+    pull that shares the link.  Bounds: every interval at its longest, and at its surest.
+
+    :param pulls: ``start_s``, ``xfer_us``, ``bytes`` and perhaps ``start_uncertainty_s`` (+-); rows without a start are
+        left out
+    :returns: ``gb_per_s``, ``low``, ``high``, ``per_pull_gb_per_s``, ``in_flight`` (mean); None without rows
+    """
+    known = pulls[pulls["start_s"].notna() & (pulls["xfer_us"] > 0)]
+    if known.empty:
+        return None
+    start, span = known["start_s"], known["xfer_us"] * 1e-6
+    unsure = known["start_uncertainty_s"].fillna(0) if "start_uncertainty_s" in known else 0 * span
+    sure, total, busy = span > 2 * unsure, known["bytes"].sum() / 1e9, _union_s(start, start + span)
+    surest = _union_s((start + unsure)[sure], (start + span - unsure)[sure])
+    return {
+        "gb_per_s": total / busy,
+        "low": total / _union_s(start - unsure, start + span + unsure),
+        "high": total / max(span.max(), surest),
+        "per_pull_gb_per_s": total / span.sum(),
+        "in_flight": span.sum() / busy,
+    }

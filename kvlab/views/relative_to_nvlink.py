@@ -123,6 +123,36 @@ def absolute_table(run: Run) -> gt.GT:
     )
 
 
+def rate_table(run: Run) -> gt.GT | str:
+    """Show what the link carried with several requests at once, beside what vLLM's log calls throughput."""
+    pulls = warm(run.table("pulls"))
+    pulls = pulls[pulls["concurrency"] > 1]
+    rows = []
+    for (arm, tokens), own in pulls.groupby(["arm", "prompt_tokens"], sort=False):
+        blocks = [analysis.rate_in_flight(b) for _, b in analysis.with_blocks(own).groupby("block")]
+        # Pulls of one round can overlap, rounds cannot.
+        each = pd.DataFrame([b for b in blocks if b]).median()
+        if len(each):
+            ends = f"{each['low']:.3g} to {each['high']:.3g}"
+            row = (arm, tokens, len(own), each["in_flight"], each["per_pull_gb_per_s"], each["gb_per_s"], ends)
+            rows.append(row)
+    if not rows:
+        return "no pulls with several requests at once"
+    columns = "arm prompt_tokens n in_flight per_pull rate bounds"
+    return build.table(
+        pd.DataFrame(rows, columns=columns.split()),
+        "rates",
+        "Several requests at once: what the link carried (GB/s)",
+        columns,
+        "Medians of rounds. Bounds: a pull's start is known to about 15 ms.",
+        {"in_flight": 1, "per_pull": 2, "rate": 2},
+        in_flight="In flight, mean",
+        per_pull="Bytes / summed pull times (vLLM's Throughput)",
+        rate="Bytes / time in which any pull ran",
+        bounds="Bounds",
+    )
+
+
 def ttft_chart(run: Run) -> charts.Shown:
     """Draw what a first token is made of, one request at a time: prefill request, post, drain, unaccounted."""
     parts = warm(ttft_parts(run.table("pulls"), run.table("requests")))
