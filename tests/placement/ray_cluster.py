@@ -65,7 +65,7 @@ class Cluster:
         #: packages in here are installed on the second node alone
         self.packages = folder / "packages"
         self.packages.mkdir()
-        self._lifelines, self.nodes, self.ahead = {}, {}, own_clock()
+        self._lifelines, self.nodes, self.ahead, self._commands = {}, {}, own_clock(), []
 
     def start(self, side: int, *words: str, attempts: int = 3, **env: str) -> None:
         """Start a node and wait for it; once more where Ray has given it up, as it does on a busy machine."""
@@ -113,15 +113,19 @@ class Cluster:
         """Start a kvlab command on the first node."""
         argv = [*self.link.places[0].prefix, sys.executable, "-m", "kvlab.cli", *words]
         pipe = subprocess.PIPE
-        return subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            **options,
-        )
+        root = Path(__file__).parents[2]
+        self._commands += [
+            subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=root, **options)
+        ]
+        return self._commands[-1]
+
+    def stop(self) -> None:
+        """Kill the commands that run yet."""
+        for command in self._commands:
+            if command.poll() is None:
+                command.kill()
+                command.communicate()
+        self._commands = []
 
     def lose(self, side: int) -> None:
         """Kill everything of a node at once."""
