@@ -121,17 +121,18 @@ def crossovers_table(found: pd.DataFrame) -> gt.GT:
 
 def crossovers_chart(fitted: Sequence[steps.Model]) -> charts.Shown:
     """Draw how much sooner 1P1D answers than tuned replicas: a panel a gap limit, a colour a link rate."""
-    lengths = np.arange(steps.GRID_TOKENS, 32_768 + 1, steps.GRID_TOKENS)
+    lengths = np.arange(512, 32_768 + 1, 512)
     parts = [
         steps.curve(fitted[0], lengths, rate, gap).assign(gbps=rate, gap=f"gap limit {gap:g} ms")
-        for rate in RATES_GBPS
+        for rate in RATES_GBPS[1::2]
         for gap in GAPS_MS
     ]
     frame = pd.concat(parts)
-    frame["saved_ms"] = (frame["replica_ms"] - frame["1p1d_ms"]).where(np.isfinite(frame["replica_ms"]))
+    frame["saved_ms"] = (frame["replica_ms"] - frame["1p1d_ms"]).where(np.isfinite(frame["replica_ms"])).round(2)
+    frame = frame[["prompt_tokens", "chunk_tokens", "saved_ms", "gbps", "gap"]]
     caption = (
-        f"above 0: 1P1D answers sooner; step times fitted to {FITTED}, KV of {LAYOUT}, the link's whole rate at once, "
-        "low load; a prediction that nobody measured"
+        f"TTFT of replicas less that of 1P1D: above 0, 1P1D answers sooner; step times fitted to {FITTED}, KV of "
+        f"{LAYOUT}, the link's whole rate at once, low load; a prediction that nobody measured"
     )
     scale = alt.Scale(domain=[-60, 120], clamp=True)
     lines = (
@@ -139,9 +140,9 @@ def crossovers_chart(fitted: Sequence[steps.Model]) -> charts.Shown:
         .mark_line()
         .encode(
             x=alt.X("prompt_tokens:Q", title="Prompt (tokens)"),
-            y=alt.Y("saved_ms:Q", title="TTFT of replicas - TTFT of 1P1D (ms)", scale=scale),
+            y=alt.Y("saved_ms:Q", title="Saved (ms)", scale=scale),
             color=alt.Color("gbps:O", title="Link (Gbps)", scale=alt.Scale(scheme="viridis")),
-            tooltip=["prompt_tokens", "chunk_tokens", "replica_ms", "1p1d_ms", "saved_ms", "gbps"],
+            tooltip=["prompt_tokens", "chunk_tokens", "saved_ms", "gbps"],
         )
     )
     zero = alt.Chart().mark_rule(strokeDash=[4, 3], color="#888").encode(y=alt.datum(0))
