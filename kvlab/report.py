@@ -91,6 +91,8 @@ def _output(output: dict[str, Any]) -> str:
                 body = f'<img alt="" src="data:image/png;base64,{body}">'
             elif mime == "text/markdown":
                 body = _markdown(body)
+            elif mime == "text/plain" and not body.strip():
+                return ""  # where a progress bar was
             elif mime == "text/plain":
                 body = f"<pre>{html.escape(body)}</pre>"
             return f'<div class="output">{body}</div>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -23,7 +24,30 @@ def progress(items: Sequence[T], what: str) -> Iterator[T]:
         from tqdm import tqdm
     except ImportError:
         return iter(items)
-    return iter(tqdm(items, desc=what, leave=False, mininterval=0.5))
+    return iter(tqdm(items, desc=what, leave=False, mininterval=0.5, file=_Cell.here()))
+
+
+class _Cell:
+    """A file for tqdm in a notebook: a line of output that changes, where stderr would look like an error."""
+
+    encoding = "utf-8"
+
+    def __init__(self, display: Any) -> None:
+        self._line = display({"text/plain": ""}, raw=True, display_id=True)
+
+    @classmethod
+    def here(cls) -> _Cell | None:
+        """Return one in a kernel, None (stderr) elsewhere."""
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython else None
+        return cls(ipython.display.display) if ipython and hasattr(shell, "kernel") else None
+
+    def write(self, text: str) -> None:
+        """Show ``text``; its last line alone counts."""
+        self._line.update({"text/plain": text.strip()}, raw=True)
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
 
 @contextmanager
