@@ -10,8 +10,8 @@ import great_tables as gt
 import pandas as pd
 
 #: the page's own ink and ground, light or dark, instead of great-tables' black on white
-_THEMED = "#{id} table, #{id} table * {{ color: inherit !important; background-color: transparent !important; }}\n"
-_THEMED += "#{id} table, #{id} table * {{ border-color: #8888 !important; }}\n"
+_THEMED = "#{id} table, #{id} table * {{ background-color: transparent !important; border-color: #8888 !important; }}\n"
+_THEMED += "#{id} table, #{id} table :not(a) {{ color: inherit !important; }}\n"
 
 
 class Table(gt.GT):

@@ -219,7 +219,8 @@ class RecentRuns:
             return f"<p>{html.escape(self.none)}</p>"
         cells = ""
         for folder, outcome, verdict, picture in self.rows:
-            image = f"<img width=260 alt='first chart' src='data:image/png;base64,{picture}'>" if picture else ""
+            small = "style='width:260px;max-width:none' alt='first chart'"
+            image = f"<img {small} src='data:image/png;base64,{picture}'>" if picture else ""
             links = [name for name in ("report.html", "notebook.ipynb") if (folder / name).is_file()]
             # JupyterLab opens what lies in or below its own folder.
             inside = not str(folder).startswith("..")
