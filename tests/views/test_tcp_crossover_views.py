@@ -23,9 +23,7 @@ SPEC = "application/vnd.vegalite.v5+json"
 
 def label(shown):
     """The verdict that Vega computed and wrote into the picture."""
-    return re.search(
-        r"1P1D (?:pays: [\d,]+ to [\d,]+ tokens|does not pay)", shown.bundle["image/svg+xml"]
-    )[0]
+    return re.search(r"1P1D (?:pays: [\d,]+ to [\d,]+ tokens|does not pay)", shown.bundle["image/svg+xml"])[0]
 
 
 def test_published_points_within_one_percent():
