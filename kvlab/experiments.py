@@ -134,7 +134,10 @@ def run_or_replay(params: Params) -> runs.Run:
         raise BadInput(f"{params.replay} is a run of {run.manifest['experiment']}, not of {experiment_name}")
     if params.run_dir:
         own = runs.create(experiment_name, params.model_dump(), run_dir=params.run_dir, label=params.label)
-        own.update(outcome=run.manifest["outcome"], replay_of=str(run.path))
+        # A recording that broke off replays to the end; evidence that contradicts a label stays so.
+        told = {k: run.manifest[k] for k in ("contradictions",) if k in run.manifest}
+        outcome = run.manifest["outcome"] if told.get("contradictions") else "completed"
+        own.update(outcome=outcome, replay_of=str(run.path), recorded_outcome=run.manifest["outcome"], **told)
         run.out = own.path
     return run
 

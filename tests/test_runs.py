@@ -120,3 +120,12 @@ def test_half_a_write_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         runs.write_atomic(target, b"new")
     assert target.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_recording_that_broke_off_replays_to_the_end(tmp_path):
+    from kvlab import experiments, params
+
+    chosen = params.validate("post-stall", {"replay": "post_stall/h200-one-gpu", "run_dir": str(tmp_path / "own")})
+    run = experiments.run_or_replay(chosen)
+    own = runs.load(tmp_path / "own").manifest
+    assert run.manifest["outcome"] == own["recorded_outcome"] == "interrupted" and own["outcome"] == "completed"
