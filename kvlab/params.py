@@ -132,6 +132,17 @@ class WhichTransport(Experiment):
             data = {**data, "replay": ""}
         return data
 
+    @field_validator("log_path")
+    @classmethod
+    def _tells(cls, value: list[str]) -> list[str]:
+        from kvlab.capture import logs
+
+        for path in value:
+            # Before anything is started; a pipe can be read only once.
+            if path != "-" and not Path(path).is_fifo() and (fault := logs.nothing_in(path)):
+                raise BadInput(f"log_path: {path} {fault}; {logs.WANTED}")
+        return value
+
 
 class TtftByTransport(Experiment):
     """ttft-by-transport: published figures only; nothing is measured."""
