@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(experiment, chosen)
     if chosen.replay:
-        chosen.replay = str(runs.find(chosen.replay))
+        chosen.replay = str(experiments.recording(chosen).path)
     else:
         experiments.require(experiment)
     folder = _reserve(experiment.name, chosen)
