@@ -128,10 +128,7 @@ def run_or_replay(params: Params) -> runs.Run:
         if not experiment.default:
             raise BadInput(f"{experiment.name} only replays; name a recording with replay=...")
         return measure(params)
-    run = runs.load(params.replay)
-    experiment_name = name_of(params)
-    if run.manifest["experiment"] != experiment_name:
-        raise BadInput(f"{params.replay} is a run of {run.manifest['experiment']}, not of {experiment_name}")
+    run, experiment_name = recording(params), name_of(params)
     if params.run_dir:
         own = runs.create(experiment_name, params.model_dump(), run_dir=params.run_dir, label=params.label)
         # A recording that broke off replays to the end; evidence that contradicts a label stays so.
@@ -139,6 +136,14 @@ def run_or_replay(params: Params) -> runs.Run:
         outcome = run.manifest["outcome"] if told.get("contradictions") else "completed"
         own.update(outcome=outcome, replay_of=str(run.path), recorded_outcome=run.manifest["outcome"], **told)
         run.out = own.path
+    return run
+
+
+def recording(params: Params) -> runs.Run:
+    """Open the run that ``params.replay`` names; BadInput when it is one of another experiment."""
+    run, wanted = runs.load(params.replay), name_of(params)
+    if (own := run.manifest.get("experiment")) != wanted:
+        raise BadInput(f"{params.replay} is a run of {own}, not of {wanted}: replay it with `kvlab run {own} --replay`")
     return run
 
 

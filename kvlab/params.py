@@ -132,6 +132,17 @@ class WhichTransport(Experiment):
             data = {**data, "replay": ""}
         return data
 
+    @field_validator("log_path")
+    @classmethod
+    def _tells(cls, value: list[str]) -> list[str]:
+        from kvlab.capture import logs
+
+        for path in value:
+            # Before anything is started; a pipe can be read only once.
+            if path != "-" and not Path(path).is_fifo() and (fault := logs.nothing_in(path)):
+                raise BadInput(f"log_path: {path} {fault}; {logs.WANTED}")
+        return value
+
 
 class TtftByTransport(Experiment):
     """ttft-by-transport: published figures only; nothing is measured."""
@@ -519,14 +530,14 @@ def resolve_file(experiment: str, name: str) -> Path:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a parameter file with yaml.safe_load; BadInput when it is not a mapping."""
+    """Read a parameter file with yaml.safe_load; BadInput when it is no mapping, or empty."""
     try:
         document = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         detail = " ".join(str(error).split())
         raise BadInput(f"{path}: not a readable YAML file: {detail}") from None
     if document is None:
-        return {}
+        raise BadInput(f"{path} is empty: write KEY: VALUE into it, or leave -f out")
     if not isinstance(document, dict):
         raise BadInput(f"{path}: a mapping of parameters is wanted, this is a {type(document).__name__}")
     return {str(k): v for k, v in document.items()}

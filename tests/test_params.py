@@ -93,6 +93,9 @@ def test_yaml_file_errors_name_the_file(tmp_path):
     bad.write_text("!!python/object/apply:os.system [echo hi]\n")
     with pytest.raises(BadInput, match="not a readable YAML"):
         params.read_file(bad)
+    bad.write_text("# repetitions: 3\n")
+    with pytest.raises(BadInput, match=r"a b\.yaml is empty"):
+        params.read_file(bad)
     with pytest.raises(BadInput, match=r"ships: .*loopback"):
         params.resolve_file(PVC, "nowhere")
 

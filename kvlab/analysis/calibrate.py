@@ -24,9 +24,9 @@ def fit_steps(steps: pd.DataFrame, draws: int = 0) -> tuple[Floats, pd.DataFrame
     """Fit the three costs by non-negative least squares on relative residuals of the cells' medians.
 
     Where the steps name their prompt's ordinary step (column ``ordinary_ms``: the running request's own, nothing
-    prefilled beside it) a step is the longer of that and its costs, and every chunk size weighs the same.  A prompt's
-    first step is then left out if others follow: its gap begins at a token that an engine with asynchronous scheduling
-    gave out late, while it launched the next step.
+    prefilled beside it) a step is the longer of that and its costs, and every chunk size weighs the same; steps that
+    do not name it are then left out.  So is a prompt's first step if others follow: its gap begins at a token that an
+    engine with asynchronous scheduling gave out late, while it launched the next step.
 
     Returns the costs and the floor (four columns; row 0 the estimate, the others draws; floor 0: not known) and a row a
     kind of step with ``step_ms``, ``model_ms``, ``residual``.  The draws resample whole rounds (a drift falls on all
@@ -36,8 +36,9 @@ def fit_steps(steps: pd.DataFrame, draws: int = 0) -> tuple[Floats, pd.DataFrame
     rows = steps.dropna(subset=["prefix_tokens", "chunk_tokens", "step_ms"])
     rows = rows[(rows["chunk_tokens"] > 0) & (rows["step_ms"] > 0)]
     rows = rows.assign(r=rows["repetition"].fillna(0) if "repetition" in rows else 0)
-    known = "ordinary_ms" in rows and bool(rows["ordinary_ms"].notna().all())
+    known = "ordinary_ms" in rows and bool(rows["ordinary_ms"].notna().any())
     if known:
+        rows = rows.dropna(subset="ordinary_ms")
         rows = rows[(rows["prefix_tokens"] > 0) | (rows["chunk_tokens"] >= rows["prompt_tokens"])]
     kinds = ["prefix_tokens", "chunk_tokens"]
 
@@ -59,7 +60,7 @@ def fit_steps(steps: pd.DataFrame, draws: int = 0) -> tuple[Floats, pd.DataFrame
     def solve(y: Floats, floor: Floats) -> Floats:
         if not known:
             return np.asarray(nnls(design / scale / y0[:, None], y / y0)[0] / scale, float)
-        start = np.array([1.0, (y / n)[n.argmax()] * scale[1], 1.0])
+        start = np.array([1.0, max((y / n)[n.argmax()] * scale[1], 1e-9), 1.0])  # a draw may fall below 0
         found = least_squares(
             lambda costs: weight * (np.maximum(floor, design / scale @ costs) - y) / y0, start, bounds=(0, np.inf)
         )

@@ -124,7 +124,7 @@ def ttft_replica_ms(m: Model, tokens: ArrayLike, chunk: ArrayLike) -> Floats:
     length, size = np.asarray(tokens, float), np.asarray(chunk, float)
     steps = np.where(size > 0, np.ceil(length / np.maximum(size, 1)), np.inf)
     costs = m.t0_ms + m.fixed_ms * steps + m.token_ms * length + m.attention_ms * length**2
-    return np.asarray(costs + _lifted_ms(m, length, np.minimum(np.maximum(size, 1), length)) if m.floor_ms else costs)
+    return np.asarray(costs + _lifted_ms(m, length, np.maximum(np.minimum(size, length), 1)) if m.floor_ms else costs)
 
 
 def _lifted_ms(m: Model, length: Floats, size: Floats) -> Floats:

@@ -51,7 +51,7 @@ def recognise(path: str) -> tuple[str, Any]:
     with contextlib.closing(Input(path)) as source:
         data = source.read(MOST_BYTES + 1)
     if not data.strip():
-        raise BadInput(f"{path}: {source.damage or 'empty'}; kvlab import reads {READ}")
+        raise BadInput(f"{path} {source.fault}; kvlab import reads {READ}")
     if len(data) <= MOST_BYTES:
         text = data.decode("utf-8", "replace").lstrip("\ufeff")
         if name := _json_kind(path, documents := _documents(text)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import csv
 import gzip
 import io
@@ -32,6 +33,14 @@ MARKS = (
     r"|get zcopy|ALLOC_CONF|across cluster|kv_buffer_device|failed to start|expandable_seg|/dev/shm|Heterogeneous TP"
     r"|Event: |Value: |/sys/class/|_bytes|PortXmit|PortRcv|port_xmit_|port_rcv_|counters: Lid|ethtool -"
 )
+#: a line with a mark is UCX's or NIXL's for certain
+_THEIRS = re.compile(
+    rb"UCX[_ ]|ucp_|[Nn]ixl|NIXL|cfg#|ep_cfg\[|Endpoint Config #|Available Transports|KV Transfer|\.\.\s*inf\b"
+)
+#: not in text; colours, progress bars and holes (NUL) are
+_CONTROL = bytes({*range(1, 8), *range(14, 27), *range(28, 32)})
+#: what to do about a log that tells nothing
+WANTED = "give the log of the side that reads (decode), run with UCX_PROTO_INFO=used"
 ESCAPES = re.compile(r"(?:\x1b|\\x1b|\\033|\\e|\\u001b|␛|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m(?![\w.])|\x00")
 
 
@@ -60,12 +69,14 @@ class Input:
     """One log, decompressed by its first bytes (gzip, zstd, xz, bzip2; UTF-16 too), read as a stream.
 
     ``lines`` counts the lines read so far; ``damage`` says why a compressed stream ended early ('' if it
-    did not).  Raises BadInput when the source cannot be opened.
+    did not); ``binary``: it begins as no text does.  Raises BadInput when the source cannot be opened.
     """
 
     def __init__(self, source: Source) -> None:
         named = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "stream"))
-        self.name, self.lines, self.damage = "standard input" if named == "-" else named, 0, ""
+        self.name = "standard input" if named == "-" else named
+        self.lines, self.damage = 0, ""
+        self.binary: bool | None = None
         self._own: BinaryIO | None = None
         try:
             raw: Any = sys.stdin.buffer if str(source) == "-" else source
@@ -83,9 +94,19 @@ class Input:
         if self._own:
             self._own.close()
 
+    @property
+    def fault(self) -> str:
+        """Why nothing was found, if the file as a whole is to blame."""
+        if not self.lines:
+            return f"cannot be read: {self.damage}" if self.damage else "is empty"
+        return "is not text" if self.binary else ""
+
     def _read(self, most: int) -> bytes:
         try:
-            return bytes(self._stream.read(most))
+            data = bytes(self._stream.read(most))
+            if self.binary is None:
+                self.binary = len(data) - len(data.translate(None, _CONTROL)) > len(data) / 100
+            return data
         except Exception as error:
             # Each decompressor has its own errors; what was read before the damage counts.
             self.damage = str(error) or type(error).__name__
@@ -139,6 +160,13 @@ class Input:
             wrapped = bool(hit[-1])
             for i in np.flatnonzero(hit[:-1]).tolist():
                 yield first + i, text[at[i] : min(at[i + 1] - 1, at[i] + LINE_MAX)]
+
+
+def nothing_in(source: Source) -> str:
+    """Say why a log can tell no transport; '' at its first line of UCX or NIXL."""
+    with contextlib.closing(Input(source)) as log:
+        found = any(_THEIRS.search(line) for _, line in log.candidates())
+        return "" if found else log.fault or "holds no line of UCX or NIXL that tells a transport"
 
 
 def clean(line: bytes) -> str:

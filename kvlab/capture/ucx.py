@@ -358,6 +358,11 @@ class Evidence:
     buffer_device: str | None = None
     deciding: list[tuple[Table, Row, int]] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """How many things were found, of any kind."""
+        return sum(self.totals.values()) + len(self.telemetry) + len(self.environment)
+
     def count(self, kind: str) -> int:
         """Count one more of ``kind`` and return how many there are."""
         self.totals[kind] = self.totals.get(kind, 0) + 1
@@ -694,11 +699,15 @@ def read(
     for source in logs.as_list(sources):
         with contextlib.closing(logs.Input(source)) as log:
             evidence.files.append(log.name)
+            before = evidence.size
             reader = _Reader(evidence, log.name)
             reader.take(log.candidates())
         reader.finish()
         evidence.lines_read += log.lines
-        if log.damage:
+        if log.fault and evidence.size == before:
+            said = f"{log.name} {log.fault}"
+            evidence.problem("nothing-to-read", None, said, f"{said}; {logs.WANTED}")
+        elif log.damage:
             evidence.problem("input-damaged", log.lines, f"{log.name}: {log.damage}")
     return evidence
 

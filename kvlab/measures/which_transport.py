@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from kvlab import schema
 from kvlab.capture import ucx
 from kvlab.capture.redact import redact, redacted
 from kvlab.errors import BadInput
@@ -96,9 +97,9 @@ def measure(params: WhichTransport, run: Run, names: list[str] | None = None) ->
         text = redact(card(evidence, params.expect or None)) + "\n"
         write_atomic(stem.with_name(stem.name + ".card.txt"), text.encode())
         write_atomic(stem.with_name(stem.name + ".json"), document.encode())
-    run.write(
-        "transports", pd.concat([r for r in rows if len(r)], ignore_index=True) if any(map(len, rows)) else rows[0]
-    )
+    # Every column is there, in a log without tables too.
+    found = pd.concat([r for r in rows if len(r)] or rows[:1], ignore_index=True)
+    run.write("transports", found.reindex(columns=[c.name for c in schema.TABLES["transports"]]))
     run.write("verdicts", pd.DataFrame(verdicts))
     if against:
         run.update(outcome="contradicted", contradictions=against)

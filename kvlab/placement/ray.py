@@ -229,10 +229,12 @@ class Keeper:
         """End every process at once and remove the folder."""
         for key in self._processes:
             self.kill(key, signal.SIGKILL)
-        for process in self._processes.values():
-            process.wait(20)
-        os.close(self._ours)  # and whatever a guard has left
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            for process in self._processes.values():
+                process.wait(20)
+        finally:
+            os.close(self._ours)  # and whatever a guard has left
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 # -- beside the controller --------------------------------------------------------------------------------------------
@@ -323,10 +325,11 @@ class Follower:
         frame: pd.DataFrame
         try:
             frame, self._losses = self._node.call("followed", self._name, self._over)
-            self._clocks.append(self._node.clock())
         except RunFailed as error:
             self._losses = [f"ring of {self._name}: {error}"]
             return nixl.Follower.nothing()
+        with contextlib.suppress(RunFailed):  # the node went since: what it gave counts, on the readings before
+            self._clocks.append(self._node.clock())
         # Two clocks drift apart: what lies between two readings of both is shifted by what lies between two shifts.
         there, shift, off_by = (np.array(column) for column in zip(*self._clocks, strict=True))
         start = frame["start_s"] + np.interp(frame["start_s"], there, shift) - self._began_s

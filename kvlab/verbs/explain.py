@@ -45,8 +45,8 @@ def main(args: argparse.Namespace) -> int:
     if args.expect is not None:
         require_known(args.expect, "--expect")
     evidence = ucx.read(args.files or ["-"], descriptor_bytes=args.descriptor_bytes)
-    if not evidence.lines_read and any(p["code"] == "input-damaged" for p in evidence.problems):
-        raise BadInput(f"{evidence.files[0]}: nothing could be read: {evidence.problems[0]['text']}")
+    if evidence.totals.get("problem nothing-to-read") == len(evidence.files):
+        raise BadInput(evidence.problems[0]["advice"])
     document = evidence.document()
     print(json.dumps(document) if args.json else card(evidence, args.expect))
     return exit_code(evidence, args.expect)

@@ -68,13 +68,13 @@ def set_place(args: argparse.Namespace, chosen: params.Experiment, *, alone: boo
         chosen.ray = params.OnRay.model_validate(given | asked) if args.on == "ray" and not alone else None
 
 
-def assignments(words: Sequence[str]) -> dict[str, str]:
+def assignments(words: Sequence[str], takes: str = "-p takes KEY=VALUE") -> dict[str, str]:
     """Split KEY=VALUE words; values stay text, the parameter model gives them their types."""
     values = {}
     for word in words:
         key, sign, value = word.partition("=")
         if not sign or not key:
-            raise BadInput(f"-p takes KEY=VALUE, this is {word!r}")
+            raise BadInput(f"{takes}, this is {word!r}")
         values[key.strip()] = value
     return values
 
@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(experiment, chosen)
     if chosen.replay:
-        chosen.replay = str(runs.find(chosen.replay))
+        chosen.replay = str(experiments.recording(chosen).path)
     else:
         experiments.require(experiment)
     folder = _reserve(experiment.name, chosen)

@@ -15,6 +15,7 @@ import html
 import itertools
 import json
 import queue
+import shlex
 import subprocess
 import sys
 import threading
@@ -45,6 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs", help="folder that takes the sweep (default: runs)")
     parser.add_argument("--resume", metavar="FOLDER", help="go on with a sweep that stopped")
     parser.add_argument("--measure-only", action="store_true", help="no notebooks")
+    parser.add_argument("--dry-run", action="store_true", help="print the parameters of every cell, run nothing")
     configure_place(parser)
 
 
@@ -52,7 +54,7 @@ def grid(words: Sequence[str]) -> list[dict[str, str]]:
     """Return every combination of KEY=A,B,C words, the last key running fastest; BadInput for a key named twice."""
     axes: dict[str, list[str]] = {}
     for word in words:
-        for key, values in assignments([word]).items():
+        for key, values in assignments([word], "--grid takes KEY=A,B,C").items():
             if key in axes:
                 raise BadInput(f"--grid names {key!r} twice: give all its values at once, {key}=A,B")
             axes[key] = [v.strip() for v in values.split(",") if v.strip()]
@@ -66,7 +68,8 @@ def grid(words: Sequence[str]) -> list[dict[str, str]]:
 def begin(args: argparse.Namespace) -> dict[str, Any]:
     """Return the state of a sweep: all cells waiting."""
     experiment = experiments.get(args.experiment)
-    experiments.require(experiment)
+    if not args.dry_run:
+        experiments.require(experiment)
     name = args.file or experiment.default
     path = params.resolve_file(experiment.name, name) if name else None
     cells: list[Cell] = [
@@ -133,6 +136,10 @@ def main(args: argparse.Namespace) -> int:
     for cell in todo:  # all are checked before the first runs
         chosen = params.validate(state["experiment"], {**base, **cell["parameters"]}, f"cell {cell['axes']}")
         set_place(args, chosen, alone=alone)
+    if args.dry_run:
+        for cell in todo:
+            print(f"cell {cell['cell']}:", shlex.join(f"{k}={v}" for k, v in cell["parameters"].items()))
+        return DONE
     folder = Path(args.resume) if args.resume else runs.new_folder(f"{state['experiment']}-sweep", out=args.out)
     save(folder, state)
     place = {"on": "here"} if alone else {k: v for k in ("on", "address", "place") if (v := getattr(args, k))}

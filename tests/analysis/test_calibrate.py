@@ -66,6 +66,13 @@ def test_a_floor_under_short_steps_is_not_taken_for_a_fixed_cost():
     assert costs[0] == pytest.approx([1, 0.02, 2e-6, 19.5], rel=1e-3)
     assert set(costs[:, 3]) <= {14, 19.5, 25} and table["residual"].abs().max() < 1e-3
     assert calibrate.fit_steps(frame.drop(columns="ordinary_ms"))[0][0, 0] > 5
+    # A prompt whose running request was never alone does not name it: those steps go, the floor stays.
+    some = frame.assign(ordinary_ms=frame["ordinary_ms"].mask(frame["repetition"] == 1))
+    assert calibrate.fit_steps(some)[0][0] == pytest.approx(costs[0])
+    # Noise as large as the steps: draws below 0.
+    rng = np.random.default_rng(1)
+    wild = frame.assign(step_ms=frame["step_ms"] * rng.lognormal(0, 2, len(frame)))
+    assert (calibrate.fit_steps(wild, draws=50)[0] >= 0).all()
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_windows_over_all_axes():
 @pytest.mark.parametrize("chunk", [64, 100, 512, 3000, 70_000])
 def test_with_a_floor_a_prefill_is_still_the_sum_of_its_steps(chunk):
     m = steps.Model(2.0, 0.02, 4e-7, t0_ms=5, floor_ms=27)
+    assert float(steps.ttft_replica_ms(m, 0, chunk)) == 5
     for length in (1, 63, 64, 65, 5_000, 40_000):
         ends = [*range(chunk, length, chunk), length]
         parts = [float(steps.step_ms(m, a, b - a)) for a, b in zip([0, *ends], ends, strict=False)]

@@ -87,6 +87,8 @@ def test_hostile_text_is_read_in_linear_time_and_without_recursion():
 
 def test_plain_data_is_cleaned_by_key():
     data = {"arms": [{"env": {"HF_TOKEN": PLANTED, "UCX_TLS": "tcp"}}], "prompt_tokens": [4096], "api_keys": [PLANTED]}
+    # Ray's environment and the node's own, side by side
+    assert redacted({"MY_PASSWORD": [None, "hunter2"]}) == {"MY_PASSWORD": [None, "REDACTED"]}
     clean = redacted(data)
     assert clean["arms"][0]["env"] == {"HF_TOKEN": "REDACTED", "UCX_TLS": "tcp"}
     assert clean["prompt_tokens"] == [4096] and clean["api_keys"] == ["REDACTED"]

@@ -11,6 +11,7 @@ from kvlab import cli, experiments, params, runs
 from kvlab.analysis.readings import MISTAKEN, READ, mistakes, readings
 from kvlab.measures.which_transport import labels
 from kvlab.paths import shared_dir
+from kvlab.views import which_transport as view
 
 CASES = Path(__file__).parent.parent / "cases"
 RECORDED = shared_dir("data") / "which_transport" / "recorded"
@@ -70,6 +71,14 @@ def test_readings_and_mistakes() -> None:
     counted = mistakes(frame)
     assert counted["reading"].tolist() == list(MISTAKEN)
     assert (counted["wrong"] <= counted["possible"]).all()
+
+
+@pytest.mark.parametrize("log", ["04.log", "38.log", "21.log"])
+def test_a_log_without_tables_is_shown_as_not_determined(log: str, tmp_path: Path) -> None:
+    run = measured(tmp_path, log)
+    for show in (view.answers, view.readings_chart, view.mistakes_table, view.rows_table, view.cards):
+        assert show(run)
+    assert view.conclude(run) == "0 of 1 logs show what carried the pull."
 
 
 def test_labels_are_unique() -> None:

@@ -13,6 +13,7 @@ from placement.ray_cluster import two_nodes
 from kvlab import runs
 from kvlab.capture.ucx import agrees
 from kvlab.cli import main
+from kvlab.errors import RunFailed
 from kvlab.placement import ray
 
 LIMIT_S = 400
@@ -54,6 +55,43 @@ def test_the_environment_is_the_one_that_ray_was_started_with(monkeypatch):
     assert own == {"PATH": started["PATH"], "UCX_NET_DEVICES": "mlx5_0:1", "LD_PRELOAD": "/mine.so"}
     assert undone["OMP_NUM_THREADS"] == ["1", None] and undone["UCX_NET_DEVICES"] == [None, "mlx5_0:1"]
     assert "PATH" not in undone
+
+
+def test_pulls_already_fetched_outlive_their_node(tmp_path):
+    class Node:
+        root, clocks = tmp_path, iter([(10.0, 5.0, 0.1)])
+
+        def call(self, method, *_):
+            return pd.DataFrame({"start_s": [11.0], "start_uncertainty_s": [0.0]}), []
+
+        def clock(self):
+            for reading in self.clocks:
+                return reading
+            raise RunFailed("node 1 was lost in mid-run")
+
+    with ray.Follower(Node(), tmp_path / "ring", 1.0) as follower:
+        assert follower.take().to_numpy().tolist() == [[15.0, 0.1]] and follower.losses() == []
+
+
+def test_a_process_that_does_not_end_keeps_neither_folder_nor_lifeline(tmp_path):
+    class Stuck:
+        pid = 0
+
+        def poll(self):
+            return 0
+
+        def wait(self, timeout):
+            raise subprocess.TimeoutExpired("engine", timeout)
+
+    keeper = ray.Keeper.__new__(ray.Keeper)
+    keeper.folder = tmp_path / "kept"
+    keeper.folder.mkdir()
+    theirs, keeper._ours = os.pipe()
+    keeper._processes = {0: Stuck()}
+    with pytest.raises(subprocess.TimeoutExpired):
+        keeper.end()
+    assert not keeper.folder.exists() and os.read(theirs, 1) == b""
+    os.close(theirs)
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,31 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         assert "tcp on lo" in capsys.readouterr().out
 
 
-def test_nothing_to_read_is_bad_input_and_an_empty_log_is_not_determined(tmp_path: Path) -> None:
-    damaged, empty = tmp_path / "a.gz", tmp_path / "empty.log"
-    damaged.write_bytes(gzip.compress(b"x" * 1000)[:12])
-    empty.write_bytes(b"")
-    assert cli.main(["explain", str(damaged)]) == 2
-    assert cli.main(["explain", str(empty)]) == 3
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (gzip.compress(b"x" * 1000)[:12], "cannot be read: Compressed file ended"),
+        (b"", "is empty"),
+        (gzip.compress(b""), "is empty"),
+        (bytes(range(256)) * 9, "is not text"),
+    ],
+    ids=["cut", "empty", "packed", "binary"],
+)
+def test_nothing_to_read_is_bad_input(
+    data: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "given").write_bytes(data)
+    assert cli.main(["explain", str(tmp_path / "given")]) == 2
+    said = capsys.readouterr()
+    assert f"given {says}" in said.err and said.err.count("\n") == 1 and not said.out
+    # Beside a log that tells, the answer stands and the card names the other.
+    assert cli.main(["explain", str(tmp_path / "given"), str(CASES / "10.log")]) == 0
+    assert "nothing-to-read" in capsys.readouterr().out
+
+
+def test_a_text_that_tells_nothing_is_not_determined(tmp_path: Path) -> None:
+    (tmp_path / "holes.log").write_bytes(b"\0" * 9000 + b"\x1b[32mINFO\x1b[0m hello\r\n")
+    assert cli.main(["explain", str(tmp_path / "holes.log")]) == 3
 
 
 def test_several_files_name_theirs(capsys: pytest.CaptureFixture[str]) -> None:

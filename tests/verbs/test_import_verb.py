@@ -109,6 +109,12 @@ def test_bytes_never_crash(tmp_path_factory, noise, name, at):
     assert main(["import", str(path), "--out", str(path.parent / "runs")]) in (0, 2)
 
 
+def test_an_empty_file_is_said_once(tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    assert main(["import", str(tmp_path / "empty"), "--out", str(tmp_path / "runs")]) == 2
+    assert "/empty is empty; kvlab import reads" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
 def test_gzip_cut_short(tmp_path):
     (tmp_path / "x").write_bytes(gzip.compress(b"a" * 99)[:12])
     with pytest.raises(BadInput):

@@ -49,14 +49,21 @@ def here(tmp_path):
         (["run", PVC, "-f", "nowhere.yaml"], "no parameter file 'nowhere.yaml'"),
         (["run", PVC, "--replay", "nowhere"], "no run at 'nowhere'"),
         (["run", PVC, "--out", "/proc/nowhere"], "choose another with --out"),
+        (["run", PVC, "-f", "comments.yaml"], "comments.yaml is empty: write KEY: VALUE"),
+        (["run", "relative-to-nvlink", "--replay", "post_vs_completion/cpu-loopback"], "a run of post-vs-completion"),
+        (["run", "which-transport", "-p", "log_path=empty"], "log_path: empty is empty; give the log"),
+        (["run", "which-transport", "-p", "log_path=comments.yaml"], "holds no line of UCX or NIXL"),
+        (["run", "which-transport", "-p", "log_path=absent"], "absent cannot be read: No such file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(here, words, says):
+    (here / "empty").touch()
+    (here / "comments.yaml").write_text("# nothing yet\n")
     done = kvlab(*words, cwd=here)
     assert done.returncode == 2
     assert says in done.stderr and done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr + done.stdout
-    assert not list(here.rglob("manifest.json"))
+    assert not (here / "runs").exists()
 
 
 def test_no_verb_and_unknown_verb_are_usage(here):

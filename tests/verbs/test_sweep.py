@@ -27,8 +27,17 @@ def test_grid_is_the_product_with_the_last_key_fastest():
 
 @pytest.mark.parametrize("words", [[], ["a"], ["a="], ["a=1", "a=2"]])
 def test_bad_grids(words):
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput, match="--grid"):
         sweep.grid(words)
+
+
+def test_a_dry_run_prints_the_cells_and_makes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no NIXL is needed for it
+    words = ["sweep", "post-vs-completion", "-p", "arms=[{label: a b}]", "--grid", "in_flight=1,2", "--dry-run"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    cells = [f"cell {i}: 'arms=[{{label: a b}}]' in_flight={i + 1}" for i in range(2)]
+    assert capsys.readouterr().out.splitlines() == cells and not any(tmp_path.iterdir())
+    assert main([*words[:4], "--grid", "in_flight=no", "--dry-run"]) == 2
 
 
 @pytest.fixture
