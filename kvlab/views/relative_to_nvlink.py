@@ -9,7 +9,7 @@ import great_tables as gt
 import numpy as np
 import pandas as pd
 
-from kvlab import charts, published
+from kvlab import charts, published, tables
 from kvlab.analysis import compare, cost
 from kvlab.analysis import relative as analysis
 from kvlab.analysis.join import ttft_parts
@@ -222,10 +222,45 @@ def user(run: Run, found: pd.DataFrame) -> str:
     alone = (t[t["concurrency"] == 1].groupby(["prompt_tokens", "arm"]) for t in (pulls, requests))
     pull, first = (g[c].median().unstack() for g, c in zip(alone, ("xfer_us", "ttft_ms"), strict=True))
     part = pull.div(first[baseline(run)] * 1e3, axis=0)
-    more = part.drop(columns=baseline(run)).sub(part[baseline(run)], axis=0).stack()
-    span = f"{more.min():.1%} to {more.max():.1%}" if len(more) > 1 else f"{more.max():.1%}"
+    more = part.drop(columns=baseline(run)).sub(part[baseline(run)], axis=0).stack().dropna()
+    # A run that broke off may lack the pulls of an arm.
+    one = f"{more.max():.1%}" if len(more) else "an unknown part"
+    span = f"{more.min():.1%} to {more.max():.1%}" if len(more) > 1 else one
     limits = f" (intervals of the ratio: {', '.join(said)})" if said else " (too few rounds for intervals)"
     return f"by first token and throughput {matters}{limits}; the pulls differ by {span} of the baseline's first token"
+
+
+def at_once_table(run: Run) -> gt.GT:
+    """Show phases of several requests at once: first tokens, rate until the last one, pulls by vLLM's sums, gaps."""
+    requests, metrics = warm(run.table("requests")), run.table("engine_metrics")
+    sums = metrics.groupby(["arm", "phase", "metric"])["delta"].sum()
+    rows = []
+    for (arm, phase), mine in requests[requests["concurrency"] > 1].groupby(["arm", "phase"], sort=False):
+        of = {n: float(v) for n, v in sums[arm, phase].items()}
+        pulls, last_ms = of["vllm:nixl_xfer_time_seconds_count"], mine["ttft_ms"].max()
+        rows.append(
+            {
+                "arm": arm,
+                "phase": phase,
+                "median first token, s": mine["ttft_ms"].median() / 1e3,
+                "last first token, s": last_ms / 1e3,
+                "bytes over that, GB/s": of["vllm:nixl_bytes_transferred_sum"] / last_ms / 1e6,
+                "mean pull, s": of["vllm:nixl_xfer_time_seconds_sum"] / pulls,
+                "mean post, ms": of["vllm:nixl_post_time_seconds_sum"] / pulls * 1e3,
+                "median longest gap, ms": mine["longest_gap_ms"].median(),
+            }
+        )
+    frame = pd.DataFrame(rows)
+    names = [c for c in frame if c not in ("arm", "phase")]
+    digits = {c: 3 if "GB/s" in c or c == "mean pull, s" else 0 if "ms" in c else 1 for c in names}
+    return tables.show(
+        frame,
+        "at_once",
+        title="Several requests at once",
+        labels={str(c): str(c) for c in frame},
+        decimals=digits,
+        note="Pulls and posts: means by vLLM's own sums over a phase. First tokens count the wait for the prefill too.",
+    )
 
 
 def predictions(run: Run, found: pd.DataFrame) -> list[str]:
