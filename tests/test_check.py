@@ -256,9 +256,11 @@ def test_nothing_can_be_said_without_ucx() -> None:
     assert check.why_not(seen.facts) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.live
 @pytest.mark.parametrize(("tls", "expect"), [("sm,self,cma,tcp", "cma"), ("tcp", "tcp")])
 def test_probe_pulls(tls: str, expect: str) -> None:
+    """In CI the same two pulls are those of test_check_verb.py::test_this_machine."""
     pytest.importorskip("nixl")
     arm = {"label": "probe", "env": {"UCX_TLS": tls}, "expect": expect}
     chosen = params.PostVsCompletion.model_validate({"arms": [arm]})

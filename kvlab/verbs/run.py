@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from kvlab import experiments, params, runs
+from kvlab import experiments, params, quick, runs
 from kvlab.capture.provenance import committed_unchanged
 from kvlab.capture.redact import hide, redact, redacted, secrets, without
 from kvlab.errors import CONTRADICTED, FAILED, INTERRUPTED, OUTCOME_EXIT, BadInput, KvlabError
@@ -184,6 +184,7 @@ def _execute(experiment: experiments.Experiment, chosen: params.Experiment, fold
     """Execute the notebook; return one line on what went wrong, or nothing."""
     import warnings
 
+    quick.without_iris()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # papermill and nbclient warn about their own dependencies
         import papermill

@@ -13,9 +13,11 @@ from urllib.parse import quote
 import great_tables as gt
 import pandas as pd
 
-from kvlab import experiments, tables
+from kvlab import experiments, quick, tables
 from kvlab.analysis.explained import explained
 from kvlab.runs import Run
+
+quick.without_iris()  # before a module of this package imports altair
 
 _SET = "start or end is off by that, times and joins within the run are not"
 

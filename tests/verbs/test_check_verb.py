@@ -128,5 +128,6 @@ def test_this_machine(capsys: Any) -> None:
     pytest.importorskip("nixl")
     assert cli.main(["check", "-f", "post-vs-completion"]) == 0
     said = " ".join(capsys.readouterr().out.split())
+    assert "shared memory: claims shared memory; expected cma; a tiny pull took cma on memory" in said
     assert "TCP: claims tcp; expected tcp by software emulation; a tiny pull took tcp" in said
     assert "prediction-wrong" not in said

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -78,10 +79,21 @@ def test_missing_extra_is_named(here, monkeypatch):
         experiments.require(experiments.get(PVC))
 
 
-def test_replay_renders_everything_and_leaves_the_recording_alone(here):
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory):
+    """One replay for two tests, with a label and a secret in an arm: what ran, where, and the recording before it."""
+    here = tmp_path_factory.mktemp("replayed") / "a folder é"
+    here.mkdir()
     recording = experiments.recordings(PVC)[-1]
-    before = {p: p.stat().st_mtime_ns for p in recording.rglob("*")}
-    done = kvlab("run", PVC, "--replay", f"post_vs_completion/{recording.name}", "--label", "x", cwd=here)
+    before = {p: p.stat().st_mtime_ns for p in (recording, *recording.rglob("*"))}
+    arms = "[{label: shared memory, env: {HF_TOKEN: planted-Zx9, UCX_TLS: sm}}, {label: TCP, env: {UCX_TLS: tcp}}]"
+    words = ["--replay", f"post_vs_completion/{recording.name}", "--label", "x", "-p", f"arms={arms}"]
+    done = kvlab("run", PVC, *words, cwd=here)
+    return done, here, before
+
+
+def test_replay_renders_everything_and_leaves_the_recording_alone(replayed):
+    done, here, before = replayed
     assert done.returncode == 0, done.stderr
     doc = last(done)
     folder = here / "runs" / PVC
@@ -89,25 +101,39 @@ def test_replay_renders_everything_and_leaves_the_recording_alone(here):
     assert os.path.isabs(doc["run"]) and os.path.samefile(os.path.dirname(doc["run"]), folder)
     made = {p.name for p in (folder / os.path.basename(doc["run"])).rglob("*")}
     assert {"notebook.ipynb", "report.html", "summary.json", "manifest.json", "split.svg", "split.png"} <= made
-    assert before == {p: p.stat().st_mtime_ns for p in recording.rglob("*")}
+    assert before and before == {p: p.stat().st_mtime_ns for p in before}
     assert "http" not in Path(doc["report"]).read_text().split("<body>")[0]
 
 
-def test_a_secret_in_an_arm_stays_out_of_the_run_folder(here):
-    recording = experiments.recordings(PVC)[-1]
-    arms = "[{label: a, env: {HF_TOKEN: planted-Zx9, UCX_TLS: tcp}}]"
-    done = kvlab("run", PVC, "--replay", recording, "-p", f"arms={arms}", cwd=here)
-    assert done.returncode == 0, done.stderr
-    folder = Path(last(done)["run"])
+def test_a_secret_in_an_arm_stays_out_of_the_run_folder(replayed):
+    assert replayed[0].returncode == 0, replayed[0].stderr
+    folder = Path(last(replayed[0])["run"])
     assert [p.name for p in folder.rglob("*") if p.is_file() and b"planted-Zx9" in p.read_bytes()] == []
     assert "HF_TOKEN" in (folder / "notebook.ipynb").read_text()
     command = json.loads((folder / "manifest.json").read_text())["command"]
     assert "HF_TOKEN: REDACTED" in command and "UCX_TLS: tcp" in command
 
 
+WHOLE = {
+    "good": SMALL,
+    "contradicted": [*SMALL, "-p", "arms=[{label: RoCE, env: {UCX_TLS: tcp}, expect: rc_mlx5}]"],
+    "sm,self": [*SMALL, "-p", "arms=[{label: a, env: {UCX_TLS: 'sm,self'}}]"],
+    "large": ["-p", "prompt_tokens=10000000000", "--measure-only"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Whole runs started at once: most of their time is one core's, and nothing here counts the loopback's bytes."""
+    folders = [tmp_path_factory.mktemp("a folder é ") for _ in WHOLE]
+    with ThreadPoolExecutor(len(WHOLE)) as pool:
+        done = pool.map(lambda words, folder: kvlab("run", PVC, *words, cwd=folder), WHOLE.values(), folders)
+        return dict(zip(WHOLE, done, strict=True))
+
+
 @pytest.mark.live
-def test_live_run_over_shared_memory_and_tcp(here):
-    done = kvlab("run", PVC, *SMALL, cwd=here)
+def test_live_run_over_shared_memory_and_tcp(whole):
+    done = whole["good"]
     assert done.returncode == 0, done.stderr
     from kvlab import runs
 
@@ -122,28 +148,34 @@ def test_live_run_over_shared_memory_and_tcp(here):
 
 
 @pytest.mark.live
-def test_a_label_that_the_evidence_contradicts_ends_with_4(here):
-    arms = "[{label: RoCE, env: {UCX_TLS: tcp}, expect: rc_mlx5}]"
-    done = kvlab("run", PVC, *SMALL, "-p", f"arms={arms}", cwd=here)
+def test_a_label_that_the_evidence_contradicts_ends_with_4(whole):
+    done = whole["contradicted"]
     assert done.returncode == 4, done.stderr
     assert last(done)["outcome"] == "contradicted"
     assert "claims rc_mlx5" in done.stderr
     assert "CONTRADICTED" in Path(last(done)["report"]).read_text()
 
 
-@pytest.mark.live
-@pytest.mark.parametrize("tls", [pytest.param("nonsense", marks=pytest.mark.slow), "sm,self"])
-def test_a_ucx_tls_without_transport_is_bad_input(here, tls):
-    arms = f"[{{label: a, env: {{UCX_TLS: '{tls}'}}}}]"
-    done = kvlab("run", PVC, *SMALL, "-p", f"arms={arms}", cwd=here)
+def bad_input(done):
     assert done.returncode == 2, done.stderr
     assert "UCX says" in done.stderr and "Traceback" not in done.stderr
     assert last(done)["outcome"] == "failed"
 
 
 @pytest.mark.live
-def test_a_pool_larger_than_memory_is_bad_input(here):
-    done = kvlab("run", PVC, "-p", "prompt_tokens=10000000000", cwd=here)
+def test_a_ucx_tls_without_transport_is_bad_input(whole):
+    bad_input(whole["sm,self"])
+
+
+@pytest.mark.slow
+@pytest.mark.live
+def test_a_ucx_tls_that_does_not_exist_is_bad_input(here):
+    bad_input(kvlab("run", PVC, *SMALL, "-p", "arms=[{label: a, env: {UCX_TLS: nonsense}}]", cwd=here))
+
+
+@pytest.mark.live
+def test_a_pool_larger_than_memory_is_bad_input(whole):
+    done = whole["large"]
     assert done.returncode == 2
     assert "GB of memory are free" in done.stderr and "Traceback" not in done.stderr
 
@@ -171,15 +203,46 @@ def _wait(condition, seconds=60):
     raise AssertionError("did not happen in time")
 
 
-def _start(here):
+#: light on the machine while it waits for what a test does to it, and long enough for all of them
+LONG = ["-p", "prompt_tokens=1024", "-p", "repetitions=100_000", "-p", "limits=false", "-p", "poll_interval_ms=20"]
+
+
+#: one pair starts sooner than two; both where what is left of either is looked for
+ALONE = ["-p", "arms=[{label: TCP, env: {UCX_TLS: tcp}, expect: tcp}]"]
+PAIRS = {"test_interrupted_in_mid_run": ALONE, "test_dead_kernel_is_a_failed_run": ALONE}
+
+
+def _start(here, words):
     return subprocess.Popen(
-        [sys.executable, "-m", "kvlab.cli", "run", PVC, "-p", "prompt_tokens=4096", "-p", "repetitions=5000"],
+        [sys.executable, "-m", "kvlab.cli", "run", PVC, *LONG, *words],
         cwd=here,
         env={**os.environ, "KVLAB_TEST": str(here), "PYTHONPATH": str(experiments.shared_dir("notebooks").parent)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.fixture(scope="module")
+def pulling(request, tmp_path_factory):
+    """Gives a run that pulls, and its folder: one for every test that asks, all started at the first one's."""
+    users = [item for item in request.session.items if item.path == request.path and "pulling" in item.fixturenames]
+    folders = [tmp_path_factory.mktemp("a folder é ") for _ in users]
+    words = [PAIRS.get(user.originalname, []) for user in users]
+    waiting = [(_start(folder, own), folder) for folder, own in zip(folders, words, strict=True)]
+    started = [process for process, _ in waiting]
+
+    def next_one():
+        process, folder = waiting.pop(0)
+        _wait(lambda: _pulling(folder) or process.poll() is not None, 120)
+        assert process.poll() is None, process.communicate()
+        return process, folder
+
+    yield next_one
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
 
 
 def _agents(here):
@@ -196,9 +259,8 @@ def _outcome(here):
 
 @pytest.mark.live
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_in_mid_run(here, signum):
-    process = _start(here)
-    _wait(lambda: _pulling(here))
+def test_interrupted_in_mid_run(pulling, signum):
+    process, here = pulling()
     process.send_signal(signum)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -209,19 +271,17 @@ def test_interrupted_in_mid_run(here, signum):
 
 
 @pytest.mark.live
-def test_killed_kvlab_leaves_no_process(here):
-    process = _start(here)
-    _wait(lambda: _pulling(here))
+def test_killed_kvlab_leaves_no_process(pulling):
+    process, here = pulling()
     process.kill()
     process.communicate(timeout=60)
     _wait(lambda: not _ours(here))
 
 
 @pytest.mark.live
-def test_killed_target_is_a_failed_run(here):
-    process = _start(here)
-    agents = _wait(lambda: _pulling(here))
-    agents[0].kill()
+def test_killed_target_is_a_failed_run(pulling):
+    process, here = pulling()
+    _agents(here)[0].kill()
     out, err = process.communicate(timeout=90)
     assert process.returncode == 1, err
     assert "was killed by signal 9" in err and "Traceback" not in err
@@ -230,9 +290,8 @@ def test_killed_target_is_a_failed_run(here):
 
 
 @pytest.mark.live
-def test_dead_kernel_is_a_failed_run(here):
-    process = _start(here)
-    _wait(lambda: _pulling(here))
+def test_dead_kernel_is_a_failed_run(pulling):
+    process, here = pulling()
     kernel = next(p for p in psutil.Process(process.pid).children() if "ipykernel" in " ".join(p.cmdline()))
     kernel.kill()
     out, err = process.communicate(timeout=90)
