@@ -233,31 +233,32 @@ def user(run: Run, found: pd.DataFrame) -> str:
 def at_once_table(run: Run) -> gt.GT:
     """Show phases of several requests at once: first tokens, rate until the last one, pulls by vLLM's sums, gaps."""
     requests, metrics = warm(run.table("requests")), run.table("engine_metrics")
-    sums = metrics.groupby(["arm", "phase", "metric"])["delta"].sum()
-    rows = []
+    sums = metrics.pivot_table(index=["arm", "phase"], columns="metric", values="delta", aggfunc="sum")
+    rows: list[dict[str, Any]] = []
     for (arm, phase), mine in requests[requests["concurrency"] > 1].groupby(["arm", "phase"], sort=False):
-        of = {n: float(v) for n, v in sums[arm, phase].items()}
+        of = sums.loc[(str(arm), str(phase))]
         pulls, last_ms = of["vllm:nixl_xfer_time_seconds_count"], mine["ttft_ms"].max()
+        round_bytes = of["vllm:nixl_bytes_transferred_sum"] / mine["repetition"].nunique()
         rows.append(
             {
                 "arm": arm,
                 "phase": phase,
                 "median first token, s": mine["ttft_ms"].median() / 1e3,
                 "last first token, s": last_ms / 1e3,
-                "bytes over that, GB/s": of["vllm:nixl_bytes_transferred_sum"] / last_ms / 1e6,
+                "bytes over that, GB/s": round_bytes / last_ms / 1e6,
                 "mean pull, s": of["vllm:nixl_xfer_time_seconds_sum"] / pulls,
                 "mean post, ms": of["vllm:nixl_post_time_seconds_sum"] / pulls * 1e3,
                 "median longest gap, ms": mine["longest_gap_ms"].median(),
             }
         )
     frame = pd.DataFrame(rows)
-    names = [c for c in frame if c not in ("arm", "phase")]
-    digits = {c: 3 if "GB/s" in c or c == "mean pull, s" else 0 if "ms" in c else 1 for c in names}
+    names = list(rows[0]) if rows else []
+    digits = {c: 3 if "GB/s" in c or c == "mean pull, s" else 0 if "ms" in c else 1 for c in names[2:]}
     return tables.show(
         frame,
         "at_once",
         title="Several requests at once",
-        labels={str(c): str(c) for c in frame},
+        labels={c: c for c in names},
         decimals=digits,
         note="Pulls and posts: means by vLLM's own sums over a phase. First tokens count the wait for the prefill too.",
     )
