@@ -236,7 +236,7 @@ def at_once_table(run: Run) -> gt.GT:
     sums = metrics.pivot_table(index=["arm", "phase"], columns="metric", values="delta", aggfunc="sum")
     rows: list[dict[str, Any]] = []
     for (arm, phase), mine in requests[requests["concurrency"] > 1].groupby(["arm", "phase"], sort=False):
-        of = sums.loc[(str(arm), str(phase))]
+        of: Any = sums.loc[(str(arm), str(phase))]
         pulls, last_ms = of["vllm:nixl_xfer_time_seconds_count"], mine["ttft_ms"].max()
         round_bytes = of["vllm:nixl_bytes_transferred_sum"] / mine["repetition"].nunique()
         rows.append(
