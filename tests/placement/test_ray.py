@@ -293,7 +293,6 @@ def test_a_sweep_goes_on_when_the_node_of_a_cell_is_lost(cluster, tmp_path):
 ENGINES = ["run", "relative-to-nvlink", "--measure-only", "-p", "stand_in={layers: 2}", "-p", "max_model_len=1024"]
 ENGINES += ["-p", f"arms={ARMS}", "-p", "prompt_tokens=256", "-p", "output_tokens=4", "-p", "answer_prompts=1"]
 ENGINES += ["-p", "serial_requests=2", "-p", "concurrent_requests=2", "-p", "concurrency=2", "-p", "starts=1"]
-ENGINES += ["-p", f"kv_cache_bytes={1 << 26}"]  # the GiB that it would be takes seconds to be laid out
 
 
 def check_engines(run, hand_over):
@@ -327,8 +326,6 @@ def test_engines_on_one_node_and_on_two(cluster, tmp_path, place, hand_over):
 def test_engines_behind_the_router_until_a_node_is_lost(cluster, tmp_path):
     pytest.importorskip("vllm")
     words = ["--on", "ray", "--address", cluster.address, "--out", str(tmp_path)]
-    # What is left waits for requests that nobody answers any more: not for 10 s.
-    words += ["-p", "engine_words=[--shutdown-timeout, '2']"]
     process = cluster.kvlab(*ENGINES, "-p", "repetitions=100000", "-p", "hand_over=router", *words)
     wait_for(tmp_path, "requests.parquet", process)
     cluster.lose(1)
