@@ -9,11 +9,12 @@ import great_tables as gt
 import numpy as np
 import pandas as pd
 
-from kvlab import charts, published, tables
+from kvlab import charts, published
 from kvlab.analysis import compare, cost
 from kvlab.analysis import relative as analysis
 from kvlab.analysis.join import ttft_parts
 from kvlab.analysis.split import median_interval, warm
+from kvlab.capture import vllm
 from kvlab.capture.ucx import agrees
 from kvlab.runs import Run
 from kvlab.views import arms, baseline, build
@@ -233,34 +234,27 @@ def user(run: Run, found: pd.DataFrame) -> str:
 def at_once_table(run: Run) -> gt.GT:
     """Show phases of several requests at once: first tokens, rate until the last one, pulls by vLLM's sums, gaps."""
     requests, metrics = warm(run.table("requests")), run.table("engine_metrics")
-    sums = metrics.pivot_table(index=["arm", "phase"], columns="metric", values="delta", aggfunc="sum")
-    rows: list[dict[str, Any]] = []
-    for (arm, phase), mine in requests[requests["concurrency"] > 1].groupby(["arm", "phase"], sort=False):
-        of: Any = sums.loc[(str(arm), str(phase))]
-        pulls, last_ms = of["vllm:nixl_xfer_time_seconds_count"], mine["ttft_ms"].max()
-        round_bytes = of["vllm:nixl_bytes_transferred_sum"] / mine["repetition"].nunique()
-        rows.append(
-            {
-                "arm": arm,
-                "phase": phase,
-                "median first token, s": mine["ttft_ms"].median() / 1e3,
-                "last first token, s": last_ms / 1e3,
-                "bytes over that, GB/s": round_bytes / last_ms / 1e6,
-                "mean pull, s": of["vllm:nixl_xfer_time_seconds_sum"] / pulls,
-                "mean post, ms": of["vllm:nixl_post_time_seconds_sum"] / pulls * 1e3,
-                "median longest gap, ms": mine["longest_gap_ms"].median(),
-            }
-        )
-    frame = pd.DataFrame(rows)
-    names = list(rows[0]) if rows else []
-    digits = {c: 3 if "GB/s" in c or c == "mean pull, s" else 0 if "ms" in c else 1 for c in names[2:]}
-    return tables.show(
-        frame,
+    rows = []
+    for (arm, phase), own in requests[requests["concurrency"] > 1].groupby(["arm", "phase"], sort=False):
+        sums = vllm.summary(metrics[(metrics["arm"] == arm) & (metrics["phase"] == phase)])
+        last_s = own["ttft_ms"].max() / 1e3
+        rate = sums["bytes"] / own["repetition"].nunique() / last_s / 1e9
+        row = (arm, phase, own["ttft_ms"].median() / 1e3, last_s, rate, sums["mean_xfer_ms"], sums["mean_post_ms"])
+        rows.append((*row, own["longest_gap_ms"].median()))
+    columns = "arm phase p50_s last_s rate pull_ms post_ms gap_median_ms"
+    return build.table(
+        pd.DataFrame(rows, columns=columns.split()),
         "at_once",
-        title="Several requests at once",
-        labels={c: c for c in names},
-        decimals=digits,
-        note="Pulls and posts: means by vLLM's own sums over a phase. First tokens count the wait for the prefill too.",
+        "Several requests at once: first tokens and pulls",
+        columns,
+        "Pulls and posts: means by vLLM's own sums over a phase. First tokens count the wait for the prefill too.",
+        {"rate": 3, "pull_ms": 0, "post_ms": 0},
+        phase="Phase",
+        p50_s="First token, median (s)",
+        last_s="Last first token (s)",
+        rate="Bytes over that (GB/s)",
+        pull_ms="Pull, mean (ms)",
+        post_ms="Post, mean (ms)",
     )
 
 
