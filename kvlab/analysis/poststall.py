@@ -83,8 +83,8 @@ def fit(found: pd.DataFrame, value: str = "gap_ms") -> dict[str, Any]:
     Theil and Sen's line, which a few long gaps of another cause do not bend.  The interval resamples whole phases
     (:data:`KEY`), ``blocks`` of them; below six it is nan.  A phase is the unit because its pulls share prompts, a
     steady load and what the machine did meanwhile, while the next one begins all of these anew; :func:`contrast` pairs
-    the same unit.  Changed after the recordings: the unit had been an arm's whole repetition, of which the GPU run,
-    ended by a time limit, has five.
+    the same unit.  Changed after the first recordings: the unit had been an arm's whole repetition, of which the GPU
+    run of that day, ended by a time limit, had five.
     """
     rows = found.dropna(subset=value)
     blocks = [g[["post_ms", value]].to_numpy(float) for _, g in rows.groupby(KEY)]

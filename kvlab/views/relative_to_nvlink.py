@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -231,30 +232,59 @@ def user(run: Run, found: pd.DataFrame) -> str:
     return f"by first token and throughput {matters}{limits}; the pulls differ by {span} of the baseline's first token"
 
 
-def at_once_table(run: Run) -> gt.GT:
-    """Show phases of several requests at once: first tokens, rate until the last one, pulls by vLLM's sums, gaps."""
-    requests, metrics = warm(run.table("requests")), run.table("engine_metrics")
+def at_once(runs: Sequence[Run]) -> pd.DataFrame:
+    """Return a row for each phase of several requests at once: first tokens, rate until the last one, pulls, gaps.
+
+    Pulls and posts are means by vLLM's own sums over a phase; ``post_max_ms`` is the longest in the telemetry ring, nan
+    where the ring was not read to the end.
+    """
     rows = []
-    for (arm, phase), own in requests[requests["concurrency"] > 1].groupby(["arm", "phase"], sort=False):
-        sums = vllm.summary(metrics[(metrics["arm"] == arm) & (metrics["phase"] == phase)])
-        last_s = own["ttft_ms"].max() / 1e3
-        rate = sums["bytes"] / own["repetition"].nunique() / last_s / 1e9
-        row = (arm, phase, own["ttft_ms"].median() / 1e3, last_s, rate, sums["mean_xfer_ms"], sums["mean_post_ms"])
-        rows.append((*row, own["longest_gap_ms"].median()))
-    columns = "arm phase p50_s last_s rate pull_ms post_ms gap_median_ms"
+    for run in runs:
+        requests, metrics, pulls = warm(run.table("requests")), run.table("engine_metrics"), warm(run.table("pulls"))
+        for (arm, phase), own in requests[requests["concurrency"] > 1].groupby(["arm", "phase"], sort=False):
+            sums = vllm.summary(metrics[(metrics["arm"] == arm) & (metrics["phase"] == phase)])
+            last_s, tokens = own["ttft_ms"].max() / 1e3, own["prompt_tokens"].max()
+            posts = pulls.loc[(pulls["arm"] == arm) & (pulls["phase"] == phase), "post_us"] / 1e3
+            row = {"run": run.path.name, "arm": arm, "phase": phase, "prompt_tokens": tokens, "p50_s": own["ttft_ms"].median() / 1e3}
+            row |= {"last_s": last_s, "rate": sums["bytes"] / own["repetition"].nunique() / last_s / 1e9}
+            row |= {"pull_ms": sums["mean_xfer_ms"], "post_ms": sums["mean_post_ms"], "post_max_ms": posts.max()}
+            rows.append(row | {"gap_median_ms": own["longest_gap_ms"].median()})
+    return pd.DataFrame(rows).sort_values(["arm", "prompt_tokens"], ascending=[False, True], ignore_index=True)
+
+
+def at_once_table(runs: Sequence[Run]) -> gt.GT:
+    """Show the table of :func:`at_once`."""
     return build.table(
-        pd.DataFrame(rows, columns=columns.split()),
+        at_once(runs),
         "at_once",
         "Several requests at once: first tokens and pulls",
-        columns,
-        "Pulls and posts: means by vLLM's own sums over a phase. First tokens count the wait for the prefill too.",
-        {"rate": 3, "pull_ms": 0, "post_ms": 0},
+        "arm phase p50_s last_s rate pull_ms post_ms post_max_ms gap_median_ms",
+        "Pulls and posts: means by vLLM's own sums over a phase; longest post: NIXL's telemetry ring. First tokens count "
+        "the wait for the prefill too.",
+        {"rate": 3, "pull_ms": 0, "post_ms": 0, "post_max_ms": 0},
         phase="Phase",
         p50_s="First token, median (s)",
         last_s="Last first token (s)",
         rate="Bytes over that (GB/s)",
         pull_ms="Pull, mean (ms)",
         post_ms="Post, mean (ms)",
+        post_max_ms="Longest post (ms)",
+    )
+
+
+def at_once_predictions(found: pd.DataFrame) -> str:
+    """Hold what h200_tcp.yaml predicted of 30 at a time to :func:`at_once` of cuda_ipc and TCP."""
+    first, other = (found[found["arm"] == arm].set_index(["run", "prompt_tokens"]) for arm in ("cuda_ipc", "TCP"))
+    # A phase that one arm lacks is compared with nothing.
+    longer = (first["gap_median_ms"] / other["gap_median_ms"]).dropna().droplevel("run")
+    rate = other["rate"].droplevel("run")
+    return "\n".join(
+        (
+            "30 at a time over TCP the last first token comes after all bytes at 0.3 to 0.45 GB/s: "
+            f"{_word(rate.between(0.3, 0.45).all())} ({_each(rate, '{:.3f}')})",
+            "the longest gap of running requests is longer over cuda_ipc than over TCP: "
+            f"{_word((longer > 1).all())} ({_each(longer, '{:.1f} times')}; medians)",
+        )
     )
 
 
@@ -323,36 +353,63 @@ def conclude(run: Run, found: pd.DataFrame) -> str:
     return verdict
 
 
-def block_sizes(engines: Run, agents: Run, agents_arm: str) -> pd.DataFrame:
-    """Return engine pulls by block size, beside what the cost model of two bare agents predicts for the same shapes.
+def _together(engines: Sequence[Run], name: str) -> pd.DataFrame:
+    """Return the warm rows of a table of several runs of the same arms, as of one run with all their starts."""
+    frames, start = [], 0
+    for run in engines:
+        own = run.table(name)
+        frames.append(warm(own.assign(start=own["start"].fillna(0).astype(int) + start)))
+        start = int(frames[-1]["start"].max()) + 1
+    return analysis.with_blocks(pd.concat(frames, ignore_index=True))
+
+
+def _settings(engines: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    each = [{a["label"]: a for a in run.manifest["parameters"]["arms"]} for run in engines]
+    return {label: arm for label, arm in each[0].items() if all(label in other for other in each)}
+
+
+def block_sizes(engines: Sequence[Run], agents: Run, agents_arm: str) -> pd.DataFrame:
+    """Return engine pulls by arm and descriptor count, beside what the cost model of two bare agents predicts.
 
     ``predicted_ms`` is of the model's part from NIXL's split up, ``unsplit_ms`` of its part below, where that applies;
-    ``ttft_ratio`` (with ``_low``, ``_high``) is to the largest block of the arms that differ in nothing else.
+    ``ttft_ratio`` (with ``_low``, ``_high``) is to the largest block of the arms without cross-layer blocks.
 
-    :param engines: a run whose arms differ in block size; those with variables of their own are of another kind
-    :param agents: a descriptor-shape run on the same machine, whose model of arm ``agents_arm`` with threads predicts
+    :param engines: runs of the same arms, which differ in block size or in cross-layer blocks; each run brings starts of
+        their engines; an arm that one of them lacks is left out
+    :param agents: a descriptor-shape run on such a machine, whose model of arm ``agents_arm`` with threads predicts
     """
-    pulls, asked = (analysis.with_blocks(warm(engines.table(n))) for n in ("pulls", "requests"))
-    settings = {a["label"]: a for a in engines.manifest["parameters"]["arms"]}
-    usual = {n: a["block_size"] for n, a in settings.items() if a["env"] == settings[baseline(engines)]["env"]}
+    settings = _settings(engines)
+    usual = {
+        n: a["block_size"]
+        for n, a in settings.items()
+        if not (a.get("kv_connector_extra_config") or {}).get("enable_cross_layers_blocks")
+    }
     largest = max(usual, key=lambda n: usual[n])
+    pulls, asked = (_together(engines, name) for name in ("pulls", "requests"))
+    pulls = pulls[pulls["arm"].isin(settings) & pulls["descriptors"].notna()]
+    keys = ["arm", "start", "request"]
+    # A request's pull tells its descriptors: neighbouring blocks are merged in a fresh cache and not in a used one.
+    asked = asked[asked["ttft_ms"].notna()].merge(pulls[[*keys, "descriptors"]], on=keys)
+    kinds = asked.assign(arm=np.where(asked["arm"] == largest, largest, asked["arm"] + "|" + _count(asked)))
+    ratios = compare.ratios(kinds, baseline=largest, value="ttft_ms", block="block")
+    beside = {(r["arm"], r["prompt_tokens"]): (r["ratio"], r["low"], r["high"]) for r in ratios.to_dict("records")}
     bare = agents.table("pulls")
     # vLLM gives NIXL four threads, as many as the agents had.
     threads = int(bare.loc[bare["arm"] == agents_arm, "nixl_threads"].max())
-    ratios = compare.ratios(asked[asked["ttft_ms"].notna()], baseline=largest, value="ttft_ms", block="block")
-    beside = {(r["arm"], r["prompt_tokens"]): (r["ratio"], r["low"], r["high"]) for r in ratios.to_dict("records")}
     # From the split up NIXL shares a pull out among its threads.
     models = shape.models(agents)
     above, below = (
         models[f"{agents_arm}{shape.PART}{n}"] for n in (f"{shape.SPLIT_AT:,} and up", f"below {shape.SPLIT_AT:,}")
     )
     rows = []
-    for (arm, tokens), own in pulls.groupby(["arm", "prompt_tokens"], sort=False):
-        n, size = int(own["descriptors"].median()), int(own["bytes"].median())
+    by = ["arm", "prompt_tokens", "descriptors"]
+    firsts = {key: own["ttft_ms"] for key, own in asked.groupby(by)}
+    for (arm, tokens, count), own in pulls.groupby(by, sort=False):
+        n, size = int(float(str(count))), int(own["bytes"].median())
         guess, few = (cost.predict(model, [n], [size]).iloc[0] for model in (above, below))
-        ttft = asked[(asked["arm"] == arm) & (asked["prompt_tokens"] == tokens)]["ttft_ms"].dropna()
+        ttft = firsts[arm, tokens, count]
         pull, first = median_interval(own["xfer_us"] / 1e3), median_interval(ttft)
-        same = beside.get((arm, tokens), (1.0, 1.0, 1.0))
+        same = beside.get((arm if arm == largest else f"{arm}|{n}", tokens), (1.0, 1.0, 1.0))
         row = {"arm": arm, "prompt_tokens": round(float(str(tokens))), "n": len(own), "usual": arm in usual}
         row |= {"block_size": settings[str(arm)]["block_size"], "descriptors": n, "kib": size / n / 1024}
         row |= {"post_ms": own["post_us"].median() / 1e3, "gb_per_s": size / (pull[0] * 1e6)}
@@ -362,7 +419,12 @@ def block_sizes(engines: Run, agents: Run, agents_arm: str) -> pd.DataFrame:
         row |= {"unsplit_ms": few["xfer_us"] / 1e3 if n < shape.SPLIT_AT else np.nan, "ttft_n": len(ttft)}
         row |= {"every_thread": n >= threads * shape.SPLIT_AT, "pull_share": pull[0] / first[0]}
         rows.append(row | {"post_per_descriptor_us": (own["post_us"] / n).median()})
-    return pd.DataFrame(rows).sort_values(["prompt_tokens", "descriptors"], ascending=[True, False], ignore_index=True)
+    order = ["prompt_tokens", "usual", "descriptors"]
+    return pd.DataFrame(rows).sort_values(order, ascending=[True, False, False], ignore_index=True)
+
+
+def _count(requests: pd.DataFrame) -> pd.Series:
+    return requests["descriptors"].astype(int).astype(str)
 
 
 def _ends(row: dict[Any, Any], name: str, form: str) -> str:
@@ -370,8 +432,8 @@ def _ends(row: dict[Any, Any], name: str, form: str) -> str:
     return f"{low:{form}} to {high:{form}}" if low == low else "too few"
 
 
-def block_size_table(found: pd.DataFrame) -> gt.GT:
-    """Show the table of :func:`block_sizes`."""
+def block_size_table(found: pd.DataFrame, title: str, note: str) -> gt.GT:
+    """Show a table of :func:`block_sizes`."""
     frame = found.assign(
         arm=found["arm"].str.removeprefix("cuda_ipc, "),
         interval=[_ends(r, "pull{}_ms", ".3g") for r in found.to_dict("records")],
@@ -385,26 +447,49 @@ def block_size_table(found: pd.DataFrame) -> gt.GT:
     return build.table(
         frame,
         "blocks",
-        "The same KV in fewer, larger blocks: vLLM on one H200, one request at a time",
+        title,
         "arm prompt_tokens n descriptors kib post_ms post_per_descriptor_us pull_ms interval predicted_ms marked "
         "gb_per_s ttft_ms percent ratio",
         "Predicted: the cost model fitted to two bare NIXL agents with four threads on one H200 "
-        "(descriptor-shape), which never saw these pulls. Ratios of first tokens: 95 % intervals over rounds; one "
-        "start of the engines an arm.",
+        f"(descriptor-shape), which never saw these pulls. {note}",
         {"ratio": None},
         interval="95 % interval (ms)",
-        ratio="TTFT to the largest block's",
+        ratio="TTFT ratio",
     )
 
 
-def block_size_chart(found: pd.DataFrame, engines: Run, run: Run) -> charts.Shown:
+def beside(first: pd.DataFrame, again: pd.DataFrame) -> pd.DataFrame:
+    """Return two tables of :func:`block_sizes`, of the same arms, as one; the second's columns end in ``_again``."""
+    keys = ["arm", "prompt_tokens", "descriptors", "block_size", "usual"]
+    frame = first.merge(again, on=keys, suffixes=("", "_again"))
+    return frame.assign(**{f"{c}_ratio": frame[f"{c}_again"] / frame[c] for c in ("pull_ms", "ttft_ms")})
+
+
+def starts_table(each: Sequence[pd.DataFrame]) -> gt.GT:
+    """Show tables of :func:`block_sizes`, one of each run alone, beside each other: pulls and first tokens."""
+    frame = beside(*each)
+    return build.table(
+        frame.assign(arm=frame["arm"].str.removeprefix("cuda_ipc, ")),
+        "starts",
+        "The same arms on two occasions, medians",
+        "arm prompt_tokens pull_ms pull_ms_again pull_ms_ratio ttft_ms ttft_ms_again ttft_ms_ratio",
+        "Two machines of one kind, the arms in one order and in the reversed one.",
+        {"pull_ms_again": 2, "ttft_ms_again": 1, "pull_ms_ratio": 2, "ttft_ms_ratio": 2},
+        pull_ms_again="Pull, again (ms)",
+        pull_ms_ratio="Pull, ratio",
+        ttft_ms_again="First token, again (ms)",
+        ttft_ms_ratio="First token, ratio",
+    )
+
+
+def block_size_chart(found: pd.DataFrame, engines: Sequence[Run], run: Run) -> charts.Shown:
     """Draw pull and first token by descriptors, the prediction and the hand-made series too; saved with ``run``."""
     names = ["first token", "pull", "pull, predicted from bare agents"]
     hand = published.load("h200_vllm_pulls").query("payload_transport == 'cuda_ipc' and in_flight == 1")
     hand = hand.assign(
         descriptors=hand["descriptors_per_pull"], ttft_ms=hand["ttft_p50_s"] * 1e3, pull_ms=hand["xfer_ms"]
     )
-    kinds, panels = ["this recording, 95 % interval", "series made by hand"], list[Any]()
+    kinds, panels = ["these recordings, 95 % interval", "series made by hand"], list[Any]()
     log = alt.Scale(type="log", domain=[0.3, 1500], nice=False)
     for tokens, own in found.groupby("prompt_tokens"):
         own = own.assign(text=own["block_size"].astype(str) + own["usual"].map({True: "", False: ", cross-layer"}))
@@ -448,10 +533,10 @@ def block_size_chart(found: pd.DataFrame, engines: Run, run: Run) -> charts.Show
     n = f"{found['n'].min()} to {found['n'].max()}"
     caption = (
         "At the pulls: tokens a block; at the first tokens: ms. Same bytes in every arm; one request at a time, warm, "
-        f"{n} pulls a point, one start of the engines an arm; cross-layer blocks with another model runner; "
-        f"{engines.id}; machine possibly shared"
+        f"{n} pulls a point, two starts of the engines an arm; cross-layer blocks with another model runner; "
+        f"{', '.join(e.id for e in engines)}; machine possibly shared"
     )
-    heading = charts.title("Pull and first token by number of descriptors: vLLM on one H200", engines, caption)
+    heading = charts.title("Pull and first token by number of descriptors: vLLM on one H200", engines[0], caption)
     return charts.show(alt.hconcat(*panels).resolve_scale(y="shared").properties(title=heading), "block_sizes", run)
 
 
@@ -466,8 +551,8 @@ def stops_mattering(found: pd.DataFrame) -> dict[int, int]:
 
 
 def block_size_findings(found: pd.DataFrame) -> str:
-    """Say whether pulls follow the prediction, where the block size stops mattering, and what cross-layer blocks do."""
-    usual, other, said = found[found["usual"]], found[~found["usual"]], []
+    """Say whether pulls follow the prediction, and where the block size stops mattering."""
+    usual, said = found[found["usual"]], list[str]()
     off = usual["pull_ms"] / usual["predicted_ms"] - 1
     worst = usual["descriptors"].iloc[int(off.abs().argmax())]
     ends = usual.groupby("prompt_tokens").agg(few=("pull_high_ms", "last"), many=("pull_low_ms", "first"))
@@ -499,15 +584,64 @@ def block_size_findings(found: pd.DataFrame) -> str:
                 f"{charts.lengths(tokens)}: {r['block_size']} tokens a block even gave {r['ttft_ratio']:.2f} times the "
                 f"first token of {last['block_size']}, with a longer pull: starts of the engines differ by as much"
             )
-    for r in other.to_dict("records"):
-        said.append(
-            f"{charts.lengths(r['prompt_tokens'])}, {r['arm']}: {r['descriptors']:,} descriptor, pull "
-            f"{r['pull_ms']:.1f} ms ({_ends(r, 'pull{}_ms', '.1f')}), the prediction {r['predicted_ms']:.1f} "
-            f"(extrapolated) and {r['unsplit_ms']:.1f} by the model's part below the split; first token "
-            f"{r['ttft_ms']:.0f} ms, {r['ttft_ratio']:.2f} ({_ends(r, 'ttft_ratio{}', '.2f')}) times the "
-            "largest block's"
-        )
     return "\n".join(said)
+
+
+def again_predictions(first: pd.DataFrame, again: pd.DataFrame) -> str:
+    """Hold what params/relative_to_nvlink/h200_block_sizes_again.yaml predicted to :func:`block_sizes` of both runs."""
+    both = beside(first, again)
+    off = both["pull_ms_ratio"] - 1
+    inside = int((off.abs() <= 0.1).sum())
+    said = [
+        f"each pull within a tenth of the first start's: {_word(inside == len(off))} ({inside} of {len(off)} are; "
+        f"{off.min():+.0%} to {off.max():+.0%})"
+    ]
+    moved, pulls = (both["ttft_ms_again"] - both["ttft_ms"]).abs(), again.set_index(["prompt_tokens", "block_size"])
+    moved = moved.groupby(both["prompt_tokens"]).max()
+    for tokens, by in moved.items():
+        differ = pulls.loc[(tokens, 64), "pull_ms"] - pulls.loc[(tokens, 256), "pull_ms"]
+        said.append(
+            f"{charts.lengths(float(str(tokens)))}: first tokens of two starts differ by more than pulls of 64 and of 256 "
+            f"tokens a block: {_word(by > differ)} (by up to {by:.0f} ms; those pulls by {differ:.0f})"
+        )
+    long, short = (again[again["prompt_tokens"] == t].set_index("block_size") for t in (16384, 4096))
+    falls = long.loc[16, "ttft_ms"] > long.loc[32, "ttft_ms"] > long.loc[64, "ttft_ms"]
+    said.append(f"16k: the first token falls from 16 to 32 to 64 tokens a block: {_word(falls)}")
+    out = sorted(map(int, short.index[short["ttft_ratio_low"] > 1]))
+    said.append(f"4k: only 16 tokens a block stand out against 256: {_word(out == [16])} ({', '.join(map(str, out))} do)")
+    return "\n".join(said)
+
+
+def cross_layer_findings(each: Sequence[pd.DataFrame]) -> str:
+    """Hold what params/relative_to_nvlink/h200_cross_layers.yaml predicted to :func:`block_sizes` of each run.
+
+    A pull into a fresh cache is told by its descriptors: fewer than half its blocks, because NIXL merged neighbours.
+    """
+    said = []
+    for i, found in enumerate(each, 1):
+        plain = found[found["usual"]].set_index("prompt_tokens")
+        other = found[~found["usual"]]
+        most = other.groupby("prompt_tokens")["n"].idxmax()
+        fresh = other.loc[most].set_index("prompt_tokens")
+        times = fresh["pull_ms"] / plain["pull_ms"]
+        less = (plain["ttft_ms"] - fresh["ttft_ms"]) / (plain["pull_ms"] - fresh["pull_ms"])
+        long = plain["pull_ms"].loc[16384]
+        said += [
+            f"run {i}: without them 16k are pulled in 200 to 260 ms: {_word(200 <= long <= 260)} ({long:.0f} ms)",
+            f"run {i}: with them in less than a thirtieth: {_word((times < 1 / 30).all())} "
+            f"({_each(1 / times, '1/{:.1f}')})",
+            f"run {i}: the first token comes earlier by what the pull takes less, within a third: "
+            f"{_word(less.between(2 / 3, 4 / 3).all())} ({_each(less, '{:.2f} times that')})",
+        ]
+    return "\n".join(said)
+
+
+def _word(holds: bool) -> str:
+    return "holds" if holds else "does NOT hold"
+
+
+def _each(values: pd.Series, form: str) -> str:
+    return ", ".join(f"{form.format(v)} at {charts.lengths(float(str(n)))}" for n, v in values.items())
 
 
 def block_size_advice(found: pd.DataFrame) -> str:

@@ -65,7 +65,7 @@ def test_whether_it_matters_to_the_user():
 
 def test_several_at_once_of_a_recording_that_broke_off():
     run = runs.load("relative_to_nvlink/h200-tcp-30-at-a-time")
-    html = view.at_once_table(run).as_raw_html()
+    html = view.at_once_table([run]).as_raw_html()
     # 30 pulls of 4,096 tokens, 128 KiB each, until the last first token.
     last_ms = run.table("requests").query("arm == 'TCP' and phase == '30 at a time 4096'")["ttft_ms"].max()
     assert f"{30 * 4096 * 128 * 1024 / last_ms / 1e6:.3f}" in html
