@@ -245,7 +245,13 @@ def at_once(runs: Sequence[Run]) -> pd.DataFrame:
             sums = vllm.summary(metrics[(metrics["arm"] == arm) & (metrics["phase"] == phase)])
             last_s, tokens = own["ttft_ms"].max() / 1e3, own["prompt_tokens"].max()
             posts = pulls.loc[(pulls["arm"] == arm) & (pulls["phase"] == phase), "post_us"] / 1e3
-            row = {"run": run.path.name, "arm": arm, "phase": phase, "prompt_tokens": tokens, "p50_s": own["ttft_ms"].median() / 1e3}
+            row = {
+                "run": run.path.name,
+                "arm": arm,
+                "phase": phase,
+                "prompt_tokens": tokens,
+                "p50_s": own["ttft_ms"].median() / 1e3,
+            }
             row |= {"last_s": last_s, "rate": sums["bytes"] / own["repetition"].nunique() / last_s / 1e9}
             row |= {"pull_ms": sums["mean_xfer_ms"], "post_ms": sums["mean_post_ms"], "post_max_ms": posts.max()}
             rows.append(row | {"gap_median_ms": own["longest_gap_ms"].median()})
@@ -259,8 +265,8 @@ def at_once_table(runs: Sequence[Run]) -> gt.GT:
         "at_once",
         "Several requests at once: first tokens and pulls",
         "arm phase p50_s last_s rate pull_ms post_ms post_max_ms gap_median_ms",
-        "Pulls and posts: means by vLLM's own sums over a phase; longest post: NIXL's telemetry ring. First tokens count "
-        "the wait for the prefill too.",
+        "Pulls and posts: means by vLLM's own sums over a phase; longest post: NIXL's telemetry ring. First tokens "
+        "count the wait for the prefill too.",
         {"rate": 3, "pull_ms": 0, "post_ms": 0, "post_max_ms": 0},
         phase="Phase",
         p50_s="First token, median (s)",
@@ -374,8 +380,8 @@ def block_sizes(engines: Sequence[Run], agents: Run, agents_arm: str) -> pd.Data
     ``predicted_ms`` is of the model's part from NIXL's split up, ``unsplit_ms`` of its part below, where that applies;
     ``ttft_ratio`` (with ``_low``, ``_high``) is to the largest block of the arms without cross-layer blocks.
 
-    :param engines: runs of the same arms, which differ in block size or in cross-layer blocks; each run brings starts of
-        their engines; an arm that one of them lacks is left out
+    :param engines: runs of the same arms, which differ in block size or in cross-layer blocks; each run brings
+        starts of their engines; an arm that one of them lacks is left out
     :param agents: a descriptor-shape run on such a machine, whose model of arm ``agents_arm`` with threads predicts
     """
     settings = _settings(engines)
@@ -492,7 +498,7 @@ def block_size_chart(found: pd.DataFrame, engines: Sequence[Run], run: Run) -> c
     kinds, panels = ["these recordings, 95 % interval", "series made by hand"], list[Any]()
     log = alt.Scale(type="log", domain=[0.3, 1500], nice=False)
     for tokens, own in found.groupby("prompt_tokens"):
-        own = own.assign(text=own["block_size"].astype(str) + own["usual"].map({True: "", False: ", cross-layer"}))
+        own = own.assign(text=own["block_size"].astype(str) + own["usual"].map({True: "", False: " ×"}))
         parts = [
             frame.assign(series=name, ms=frame[f"{key}_ms"], kind=kind)
             for frame, kind in ((own, kinds[0]), (hand[hand["prompt_tokens"] == tokens], kinds[1]))
@@ -533,7 +539,7 @@ def block_size_chart(found: pd.DataFrame, engines: Sequence[Run], run: Run) -> c
     n = f"{found['n'].min()} to {found['n'].max()}"
     caption = (
         "At the pulls: tokens a block; at the first tokens: ms. Same bytes in every arm; one request at a time, warm, "
-        f"{n} pulls a point, two starts of the engines an arm; cross-layer blocks with another model runner; "
+        f"{n} pulls a point, two starts of the engines an arm; ×: cross-layer blocks, with another model runner; "
         f"{', '.join(e.id for e in engines)}; machine possibly shared"
     )
     heading = charts.title("Pull and first token by number of descriptors: vLLM on one H200", engines[0], caption)
@@ -596,19 +602,21 @@ def again_predictions(first: pd.DataFrame, again: pd.DataFrame) -> str:
         f"each pull within a tenth of the first start's: {_word(inside == len(off))} ({inside} of {len(off)} are; "
         f"{off.min():+.0%} to {off.max():+.0%})"
     ]
-    moved, pulls = (both["ttft_ms_again"] - both["ttft_ms"]).abs(), again.set_index(["prompt_tokens", "block_size"])
-    moved = moved.groupby(both["prompt_tokens"]).max()
+    moved = (both["ttft_ms_again"] - both["ttft_ms"]).abs().groupby(both["prompt_tokens"]).max()
+    rows = {(r["prompt_tokens"], r["block_size"]): r for r in again.to_dict("records")}
     for tokens, by in moved.items():
-        differ = pulls.loc[(tokens, 64), "pull_ms"] - pulls.loc[(tokens, 256), "pull_ms"]
+        differ = rows[tokens, 64]["pull_ms"] - rows[tokens, 256]["pull_ms"]
         said.append(
-            f"{charts.lengths(float(str(tokens)))}: first tokens of two starts differ by more than pulls of 64 and of 256 "
-            f"tokens a block: {_word(by > differ)} (by up to {by:.0f} ms; those pulls by {differ:.0f})"
+            f"{charts.lengths(float(str(tokens)))}: first tokens of two starts differ by more than pulls of 64 and of "
+            f"256 tokens a block: {_word(by > differ)} (by up to {by:.0f} ms; those pulls by {differ:.0f})"
         )
-    long, short = (again[again["prompt_tokens"] == t].set_index("block_size") for t in (16384, 4096))
-    falls = long.loc[16, "ttft_ms"] > long.loc[32, "ttft_ms"] > long.loc[64, "ttft_ms"]
+    at_16k = [rows[16384, size]["ttft_ms"] for size in (16, 32, 64)]
+    falls = at_16k[0] > at_16k[1] > at_16k[2]
     said.append(f"16k: the first token falls from 16 to 32 to 64 tokens a block: {_word(falls)}")
-    out = sorted(map(int, short.index[short["ttft_ratio_low"] > 1]))
-    said.append(f"4k: only 16 tokens a block stand out against 256: {_word(out == [16])} ({', '.join(map(str, out))} do)")
+    out = sorted(size for (tokens, size), r in rows.items() if tokens == 4096 and r["ttft_ratio_low"] > 1)
+    said.append(
+        f"4k: only 16 tokens a block stand out against 256: {_word(out == [16])} ({', '.join(map(str, out))} do)"
+    )
     return "\n".join(said)
 
 
@@ -625,7 +633,7 @@ def cross_layer_findings(each: Sequence[pd.DataFrame]) -> str:
         fresh = other.loc[most].set_index("prompt_tokens")
         times = fresh["pull_ms"] / plain["pull_ms"]
         less = (plain["ttft_ms"] - fresh["ttft_ms"]) / (plain["pull_ms"] - fresh["pull_ms"])
-        long = plain["pull_ms"].loc[16384]
+        long = plain["pull_ms"].to_dict()[16384]
         said += [
             f"run {i}: without them 16k are pulled in 200 to 260 ms: {_word(200 <= long <= 260)} ({long:.0f} ms)",
             f"run {i}: with them in less than a thirtieth: {_word((times < 1 / 30).all())} "
@@ -636,7 +644,7 @@ def cross_layer_findings(each: Sequence[pd.DataFrame]) -> str:
     return "\n".join(said)
 
 
-def _word(holds: bool) -> str:
+def _word(holds: Any) -> str:
     return "holds" if holds else "does NOT hold"
 
 

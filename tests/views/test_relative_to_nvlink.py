@@ -34,20 +34,63 @@ def test_advice_is_one_line_of_the_longest_prompt():
     assert "16 ms instead of 230, the first token 640 instead of 870" in said
 
 
-def test_block_sizes_of_the_recording():
-    engines = runs.load("relative_to_nvlink/h200-block-sizes")
-    found = view.block_sizes(engines, runs.load("descriptor_shape/h200-one-gpu"), "cuda_ipc, GET on, 4 threads")
+AGENTS, BARE = "descriptor_shape/h200-one-gpu", "cuda_ipc, GET on, 4 threads"
+
+
+def test_block_sizes_of_two_recordings_are_of_all_their_starts():
+    engines = [runs.load(f"relative_to_nvlink/h200-block-sizes{part}") for part in ("", "-again")]
+    agents = runs.load(AGENTS)
+    found = view.block_sizes(engines, agents, BARE)
     long = found[found["prompt_tokens"] == 16384].set_index("descriptors")
-    # 2 GiB of Llama 8B's KV: 32 layers, K and V, 16,384 tokens; in blocks of 16 to 256, or all in one.
-    assert long.index.tolist() == [32 * 2 * 16384 // block for block in (16, 32, 64, 128, 256)] + [1]
+    # 2 GiB of Llama 8B's KV: 32 layers, K and V, 16,384 tokens; in blocks of 16 to 256.  The first recording's arm of
+    # cross-layer blocks is none of the second.
+    assert long.index.tolist() == [32 * 2 * 16384 // block for block in (16, 32, 64, 128, 256)]
+    assert found["n"].unique().tolist() == [40]
     # Medians by pandas alone.
-    pulls = engines.table("pulls").query("not warmup and prompt_tokens == 16384")
+    pulls = pd.concat([e.table("pulls").query("not warmup and prompt_tokens == 16384") for e in engines])
     medians = pulls.groupby("descriptors")["xfer_us"].median() / 1e3
-    assert long["pull_ms"].to_dict() == pytest.approx(medians.to_dict())
-    assert long["unsplit_ms"].notna().tolist() == [False] * 5 + [True]
-    assert long["every_thread"].tolist() == [True] * 5 + [False]
-    assert long["usual"].tolist() == [True] * 5 + [False]
+    assert long["pull_ms"].to_dict() == pytest.approx(medians.drop(1.0).to_dict())
+    assert long["unsplit_ms"].isna().all() and long["every_thread"].all() and long["usual"].all()
     assert view.stops_mattering(found)[16384] == 128
+    each = [view.block_sizes([e], agents, BARE) for e in engines]
+    both = view.beside(*each).set_index(["prompt_tokens", "block_size"])
+    assert len(both) == 10
+    ends = [e.table("pulls").query("not warmup and prompt_tokens == 4096 and descriptors == 1024") for e in engines]
+    first, again = (rows["xfer_us"].median() for rows in ends)
+    assert both.loc[(4096, 256), "pull_ms_ratio"] == pytest.approx(again / first)
+
+
+def test_cross_layer_blocks_merge_in_a_fresh_cache_and_not_in_a_used_one():
+    engines = [runs.load(f"relative_to_nvlink/h200-cross-layers{part}") for part in ("", "-again")]
+    found = view.block_sizes(engines, runs.load(AGENTS), BARE)
+    layers = found[~found["usual"] & (found["prompt_tokens"] == 16384)].set_index("descriptors")
+    # One block of 16 tokens is 2 MiB with all its layers, 16,384 tokens are 1,024 of them.
+    assert layers["kib"].to_dict() == {1024: 2048, 1: 2048 * 1024}
+    assert layers["n"].to_dict() == {1024: 8, 1: 32}
+    asked = pd.concat([e.table("requests").query("not warmup and prompt_tokens == 16384") for e in engines])
+    first = asked[asked["arm"].str.contains("cross") & (asked["repetition"] < 8)]["ttft_ms"].median()
+    assert layers.loc[1, "ttft_ms"] == pytest.approx(first)
+    plain = found[found["usual"]]
+    assert plain["descriptors"].tolist() == [16384, 65536] and (plain["ttft_ratio"] == 1).all()
+    said = view.cross_layer_findings([found]).splitlines()
+    assert [" holds (" in line for line in said] == [True, False, True]
+    assert "(1/29.5 at 4k, 1/115.8 at 16k)" in said[1]
+    # Were the pulls as long as without, none of it would hold.
+    slow = found.assign(pull_ms=found["pull_ms"].where(found["usual"], 199.0))
+    assert sum("does NOT hold" in line for line in view.cross_layer_findings([slow]).splitlines()) == 2
+
+
+def test_what_a_second_start_was_predicted_to_give():
+    again = FOUND.assign(descriptors=FOUND.index, arm="cuda_ipc")
+    rows = pd.concat([again, again.iloc[[0, 3]].assign(block_size=32, ttft_ms=[210.0, 800.0], descriptors=[10, 11])])
+    said = view.again_predictions(rows, rows.assign(pull_ms=rows["pull_ms"] * 1.05)).splitlines()
+    assert "within a tenth of the first start's: holds (8 of 8 are; +5% to +5%)" in said[0]
+    assert "4k: first tokens of two starts differ by more" in said[1] and "does NOT hold (by up to 0 ms" in said[1]
+    assert said[3].endswith("32 to 64 tokens a block: holds")
+    assert said[4].endswith("does NOT hold (16, 32 do)")
+    said = view.again_predictions(rows, rows.assign(pull_ms=rows["pull_ms"] * 2, ttft_ms=rows["ttft_ms"] + 300))
+    assert "does NOT hold (0 of 8 are; +100% to +100%)" in said
+    assert "holds (by up to 300 ms; those pulls by 88)" in said
 
 
 def test_whether_it_matters_to_the_user():
@@ -61,6 +104,27 @@ def test_whether_it_matters_to_the_user():
     turned = found.assign(low=1 / found["high"], high=1 / found["low"])
     assert "the pull is longer is REFUTED" in "\n".join(view.predictions(run, turned))
     assert "it matters to the user" in view.user(run, found.assign(different=True))
+
+
+def test_thirty_at_a_time_of_two_recordings():
+    at_once = [runs.load(f"relative_to_nvlink/h200-tcp-30-at-a-time{part}") for part in ("", "-16k")]
+    found = view.at_once(at_once).set_index(["run", "arm", "prompt_tokens"]).sort_index()
+    key = ("h200-tcp-30-at-a-time-16k", "TCP", 16384)
+    pulls = at_once[1].table("pulls").query("arm == 'TCP' and concurrency > 1 and not warmup")
+    # vLLM's own sums and the ring, read independently of each other.
+    assert found.loc[key, "pull_ms"] == pytest.approx(pulls["xfer_us"].mean() / 1e3)
+    assert found.loc[key, "post_max_ms"] == pulls["post_us"].max() / 1e3
+    last_ms = at_once[1].table("requests").query("arm == 'TCP' and concurrency > 1 and not warmup")["ttft_ms"].max()
+    assert found.loc[key, "rate"] == pytest.approx(30 * 16384 * 128 * 1024 / last_ms / 1e6)
+    # The ring of the other recording's TCP arm was not read.
+    assert found.loc[("h200-tcp-30-at-a-time", "TCP")]["post_max_ms"].isna().all()
+    rate, gap = view.at_once_predictions(found.reset_index()).splitlines()
+    assert "does NOT hold (0.287 at 4k, 0.287 at 8k, 0.288 at 16k)" in rate
+    assert ": holds (" in gap and gap.count(" times at ") == 3
+    turned = found.reset_index().assign(rate=0.4)
+    turned["gap_median_ms"] = turned["arm"].eq("TCP") + 1.0
+    rate, gap = view.at_once_predictions(turned).splitlines()
+    assert ": holds (" in rate and "does NOT hold (0.5 times" in gap
 
 
 def test_several_at_once_of_a_recording_that_broke_off():
