@@ -125,7 +125,9 @@ def test_half_a_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_recording_that_broke_off_replays_to_the_end(tmp_path):
     from kvlab import experiments, params
 
-    chosen = params.validate("post-stall", {"replay": "post_stall/h200-one-gpu", "run_dir": str(tmp_path / "own")})
+    chosen = params.validate(
+        "relative-to-nvlink", {"replay": "relative_to_nvlink/h200-block-sizes", "run_dir": str(tmp_path / "own")}
+    )
     run = experiments.run_or_replay(chosen)
     own = runs.load(tmp_path / "own").manifest
     assert run.manifest["outcome"] == own["recorded_outcome"] == "interrupted" and own["outcome"] == "completed"
