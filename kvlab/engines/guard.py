@@ -49,34 +49,43 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _shared_memory(pids: list[int]) -> set[str]:
-    files = set()
+def _shared_memory(pids: list[int]) -> set[int]:
+    """Return the inodes of the shared memory that ``pids`` have mapped.
+
+    Not names: glibc makes a semaphore under a temporary name, and in its maker's maps it keeps that one, as deleted.
+    """
+    inodes = set()
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines()
         except OSError:
             continue
-        files |= {line[line.index(_SHM) :] for line in lines if _SHM in line and not line.endswith("(deleted)")}
-    return files
+        # address, permissions, offset, device, inode, path
+        inodes |= {
+            int(words[4]) for line in lines if len(words := line.split(None, 5)) > 5 and words[5].startswith(_SHM)
+        }
+    return inodes
 
 
-def kill_below(root: int, files: set[str] | None = None) -> None:
+def kill_below(root: int, held: set[int] | None = None) -> None:
     """SIGKILL everything below ``root`` until nothing is left, then remove the shared memory that only it had.
 
-    ``files`` is shared memory that processes which are gone by now had open.
+    ``held`` are inodes of shared memory that processes which are gone by now had mapped.
     """
-    files = set(files or ())
+    held = set(held or ())
     deadline = time.monotonic() + 10
     while (pids := descendants(root)) and time.monotonic() < deadline:
-        files |= _shared_memory(pids)
+        held |= _shared_memory(pids)
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    others = _shared_memory([int(n) for n in os.listdir("/proc") if n.isdigit()]) if files else set()
-    for path in files - others:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    if held:
+        held -= _shared_memory([int(n) for n in os.listdir("/proc") if n.isdigit()])
+        for file in os.scandir(_SHM):
+            with contextlib.suppress(OSError):
+                if file.inode() in held:
+                    os.unlink(file.path)
 
 
 def _reap() -> None:
@@ -102,7 +111,7 @@ def main(lifeline: int, grace_s: float, argv: list[str]) -> int:
         child = subprocess.Popen(argv, env={**os.environ, "TMPDIR": scratch}, preexec_fn=own)
         ended = os.pidfd_open(child.pid)
         ready = select.select([lifeline, asked_in, ended], [], [])[0]
-        files = _shared_memory(descendants(os.getpid()))
+        held = _shared_memory(descendants(os.getpid()))
         if lifeline not in ready:
             if asked_in in ready:
                 child.terminate()
@@ -112,7 +121,7 @@ def main(lifeline: int, grace_s: float, argv: list[str]) -> int:
             while child.poll() is not None and descendants(os.getpid()) and time.monotonic() < deadline:
                 time.sleep(0.02)
         code = child.poll()
-        kill_below(os.getpid(), files)
+        kill_below(os.getpid(), held)
         code = child.wait() if code is None else code
         _reap()
     except OSError as error:
