@@ -38,7 +38,13 @@ def relative(tables: dict[str, pd.DataFrame], baseline: str) -> pd.DataFrame:
         if rows.empty or baseline not in set(rows["arm"]):
             continue
         rows = rows.assign(prompt_tokens=rows["prompt_tokens"].astype(int))
-        found.append(ratios(rows, baseline=baseline, value=value, block="block").assign(quantity=quantity))
+        own = ratios(rows, baseline=baseline, value=value, block="block").assign(quantity=quantity)
+        # Requests of one round share what the machine did: a single round has no interval, however many they are.
+        if len(own):
+            single = own["method"] == "order statistics"
+            own.loc[single, ["low", "high", "p_value"]] = np.nan
+            own.loc[single, "different"], own.loc[single, "n"] = False, 1
+        found.append(own)
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 

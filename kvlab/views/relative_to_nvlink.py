@@ -235,8 +235,8 @@ def user(run: Run, found: pd.DataFrame) -> str:
 def at_once(runs: Sequence[Run]) -> pd.DataFrame:
     """Return a row for each phase of several requests at once: first tokens, rate until the last one, pulls, gaps.
 
-    Pulls and posts are means by vLLM's own sums over a phase; ``post_max_ms`` is the longest in the telemetry ring, nan
-    where the ring was not read to the end.
+    Pulls and posts are means by vLLM's own sums over a phase; ``post_median_ms`` and ``post_max_ms`` are of the
+    telemetry ring, nan where the ring was not read to the end.
     """
     rows = []
     for run in runs:
@@ -253,7 +253,8 @@ def at_once(runs: Sequence[Run]) -> pd.DataFrame:
                 "p50_s": own["ttft_ms"].median() / 1e3,
             }
             row |= {"last_s": last_s, "rate": sums["bytes"] / own["repetition"].nunique() / last_s / 1e9}
-            row |= {"pull_ms": sums["mean_xfer_ms"], "post_ms": sums["mean_post_ms"], "post_max_ms": posts.max()}
+            row |= {"pull_ms": sums["mean_xfer_ms"], "post_ms": sums["mean_post_ms"]}
+            row |= {"post_median_ms": posts.median(), "post_max_ms": posts.max()}
             rows.append(row | {"gap_median_ms": own["longest_gap_ms"].median()})
     return pd.DataFrame(rows).sort_values(["arm", "prompt_tokens"], ascending=[False, True], ignore_index=True)
 
@@ -264,16 +265,17 @@ def at_once_table(runs: Sequence[Run]) -> gt.GT:
         at_once(runs),
         "at_once",
         "Several requests at once: first tokens and pulls",
-        "arm phase p50_s last_s rate pull_ms post_ms post_max_ms gap_median_ms",
-        "Pulls and posts: means by vLLM's own sums over a phase; longest post: NIXL's telemetry ring. First tokens "
-        "count the wait for the prefill too.",
-        {"rate": 3, "pull_ms": 0, "post_ms": 0, "post_max_ms": 0},
-        phase="Phase",
+        "run arm prompt_tokens p50_s last_s rate pull_ms post_ms post_median_ms post_max_ms gap_median_ms",
+        "Pulls and posts: means by vLLM's own sums over a phase; median and longest post: the telemetry ring. First "
+        "tokens count the wait for the prefill too.",
+        {"rate": 3, "pull_ms": 0, "post_ms": 0, "post_median_ms": 0, "post_max_ms": 0},
+        run="Run",
         p50_s="First token, median (s)",
         last_s="Last first token (s)",
         rate="Bytes over that (GB/s)",
         pull_ms="Pull, mean (ms)",
         post_ms="Post, mean (ms)",
+        post_median_ms="Post, median (ms)",
         post_max_ms="Longest post (ms)",
     )
 
@@ -287,9 +289,9 @@ def at_once_predictions(found: pd.DataFrame) -> str:
     return "\n".join(
         (
             "30 at a time over TCP the last first token comes after all bytes at 0.3 to 0.45 GB/s: "
-            f"{_word(rate.between(0.3, 0.45).all())} ({_each(rate, '{:.3f}')})",
+            f"{_all(rate.between(0.3, 0.45))} ({_each(rate, '{:.3f}')})",
             "the longest gap of running requests is longer over cuda_ipc than over TCP: "
-            f"{_word((longer > 1).all())} ({_each(longer, '{:.1f} times')}; medians)",
+            f"{_all(longer > 1)} ({_each(longer, '{:.1f} times')}; medians)",
         )
     )
 
@@ -361,12 +363,10 @@ def conclude(run: Run, found: pd.DataFrame) -> str:
 
 def _together(engines: Sequence[Run], name: str) -> pd.DataFrame:
     """Return the warm rows of a table of several runs of the same arms, as of one run with all their starts."""
-    frames, start = [], 0
-    for run in engines:
-        own = run.table(name)
-        frames.append(warm(own.assign(start=own["start"].fillna(0).astype(int) + start)))
-        start = int(frames[-1]["start"].max()) + 1
-    return analysis.with_blocks(pd.concat(frames, ignore_index=True))
+    # A run's starts are numbered apart from another's by its place, so that all of its tables agree.
+    frames = [run.table(name) for run in engines]
+    frames = [own.assign(start=own["start"].fillna(0).astype(int) + 100 * i) for i, own in enumerate(frames)]
+    return analysis.with_blocks(warm(pd.concat(frames, ignore_index=True)))
 
 
 def _settings(engines: Sequence[Run]) -> dict[str, dict[str, Any]]:
@@ -377,7 +377,8 @@ def _settings(engines: Sequence[Run]) -> dict[str, dict[str, Any]]:
 def block_sizes(engines: Sequence[Run], agents: Run, agents_arm: str) -> pd.DataFrame:
     """Return engine pulls by arm and descriptor count, beside what the cost model of two bare agents predicts.
 
-    ``predicted_ms`` is of the model's part from NIXL's split up, ``unsplit_ms`` of its part below, where that applies;
+    ``predicted_ms`` is of the model's part from NIXL's split up where ``split`` is set, else of its part below;
+    ``descriptors`` is the mean of a phase, as vLLM counts them;
     ``ttft_ratio`` (with ``_low``, ``_high``) is to the largest block of the arms without cross-layer blocks.
 
     :param engines: runs of the same arms, which differ in block size or in cross-layer blocks; each run brings
@@ -415,14 +416,14 @@ def block_sizes(engines: Sequence[Run], agents: Run, agents_arm: str) -> pd.Data
         guess, few = (cost.predict(model, [n], [size]).iloc[0] for model in (above, below))
         ttft = firsts[arm, tokens, count]
         pull, first = median_interval(own["xfer_us"] / 1e3), median_interval(ttft)
-        same = beside.get((arm if arm == largest else f"{arm}|{n}", tokens), (1.0, 1.0, 1.0))
+        same = (1.0, 1.0, 1.0) if arm == largest else beside.get((f"{arm}|{n}", tokens), (np.nan,) * 3)
         row = {"arm": arm, "prompt_tokens": round(float(str(tokens))), "n": len(own), "usual": arm in usual}
         row |= {"block_size": settings[str(arm)]["block_size"], "descriptors": n, "kib": size / n / 1024}
         row |= {"post_ms": own["post_us"].median() / 1e3, "gb_per_s": size / (pull[0] * 1e6)}
         row |= {f"{q}{e}": v for q, x in (("pull", pull), ("ttft", first)) for e, v in zip(ENDS, x, strict=True)}
         row |= {f"ttft_ratio{e}": v for e, v in zip(("", "_low", "_high"), same, strict=True)}
-        row |= {"predicted_ms": guess["xfer_us"] / 1e3, "extrapolated": bool(guess["extrapolated"])}
-        row |= {"unsplit_ms": few["xfer_us"] / 1e3 if n < shape.SPLIT_AT else np.nan, "ttft_n": len(ttft)}
+        fits, split = (few, False) if n < shape.SPLIT_AT else (guess, True)
+        row |= {"predicted_ms": fits["xfer_us"] / 1e3, "extrapolated": bool(fits["extrapolated"]), "split": split}
         row |= {"every_thread": n >= threads * shape.SPLIT_AT, "pull_share": pull[0] / first[0]}
         rows.append(row | {"post_per_descriptor_us": (own["post_us"] / n).median()})
     order = ["prompt_tokens", "usual", "descriptors"]
@@ -508,8 +509,8 @@ def block_size_chart(found: pd.DataFrame, engines: Sequence[Run], run: Run) -> c
             part["low"], part["high"] = part[f"{key}_low_ms"], part[f"{key}_high_ms"]
         kept = ["descriptors", "ms", "low", "high", "series", "kind", "arm", "n", "text"]
         points = pd.concat(parts, ignore_index=True)[kept]
-        guess = own.assign(series=names[2], ms=own["predicted_ms"].where(own["unsplit_ms"].isna(), own["unsplit_ms"]))
-        guess = guess.assign(part=guess["unsplit_ms"].isna())[["descriptors", "ms", "series", "part"]]
+        guess = own.assign(series=names[2], ms=own["predicted_ms"], part=own["split"])
+        guess = guess[["descriptors", "ms", "series", "part"]]
         base = alt.Chart(points).encode(
             x=alt.X(
                 "descriptors:Q",
@@ -623,29 +624,39 @@ def again_predictions(first: pd.DataFrame, again: pd.DataFrame) -> str:
 def cross_layer_findings(each: Sequence[pd.DataFrame]) -> str:
     """Hold what params/relative_to_nvlink/h200_cross_layers.yaml predicted to :func:`block_sizes` of each run.
 
-    A pull into a fresh cache is told by its descriptors: fewer than half its blocks, because NIXL merged neighbours.
+    Cross-layer pulls into a fresh cache have one descriptor, because NIXL merged all neighbours; those into a used one
+    are spoken of apart.  Where an interval of the ratio reaches over the bound, it is not resolved.
     """
     said = []
     for i, found in enumerate(each, 1):
         plain = found[found["usual"]].set_index("prompt_tokens")
         other = found[~found["usual"]]
-        most = other.groupby("prompt_tokens")["n"].idxmax()
-        fresh = other.loc[most].set_index("prompt_tokens")
-        times = fresh["pull_ms"] / plain["pull_ms"]
+        fresh = other[other["descriptors"] == 1].set_index("prompt_tokens")
+        used = other[other["descriptors"] > other["prompt_tokens"] / other["block_size"] / 2].set_index("prompt_tokens")
+        times, later = (rows["pull_ms"] / plain["pull_ms"] for rows in (fresh, used))
+        low, high = fresh["pull_low_ms"] / plain["pull_high_ms"], fresh["pull_high_ms"] / plain["pull_low_ms"]
+        sure = (
+            _all(high < 1 / 30) if not ((low < 1 / 30) & (high > 1 / 30)).any() else "is not resolved at every length"
+        )
         less = (plain["ttft_ms"] - fresh["ttft_ms"]) / (plain["pull_ms"] - fresh["pull_ms"])
         long = plain["pull_ms"].to_dict()[16384]
         said += [
             f"run {i}: without them 16k are pulled in 200 to 260 ms: {_word(200 <= long <= 260)} ({long:.0f} ms)",
-            f"run {i}: with them in less than a thirtieth: {_word((times < 1 / 30).all())} "
-            f"({_each(1 / times, '1/{:.1f}')})",
-            f"run {i}: the first token comes earlier by what the pull takes less, within a third: "
-            f"{_word(less.between(2 / 3, 4 / 3).all())} ({_each(less, '{:.2f} times that')})",
+            f"run {i}: with them, in a fresh cache, in less than a thirtieth: {sure} ({_each(1 / times, '1/{:.1f}')})",
+            f"run {i}: with them, in a used cache: {_each(1 / later.dropna(), '1/{:.1f}')}, nothing predicted",
+            f"run {i}: the first token, fresh, comes earlier by what the pull takes less, within a third: "
+            f"{_all(less.between(2 / 3, 4 / 3))} ({_each(less, '{:.2f} times that')})",
         ]
     return "\n".join(said)
 
 
 def _word(holds: Any) -> str:
     return "holds" if holds else "does NOT hold"
+
+
+def _all(checks: pd.Series) -> str:
+    """Word a prediction of every case; without a case it is open."""
+    return _word(checks.all()) if len(checks) else "is open"
 
 
 def _each(values: pd.Series, form: str) -> str:
