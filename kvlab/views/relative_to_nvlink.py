@@ -243,15 +243,10 @@ def at_once(runs: Sequence[Run]) -> pd.DataFrame:
         requests, metrics, pulls = warm(run.table("requests")), run.table("engine_metrics"), warm(run.table("pulls"))
         for (arm, phase), own in requests[requests["concurrency"] > 1].groupby(["arm", "phase"], sort=False):
             sums = vllm.summary(metrics[(metrics["arm"] == arm) & (metrics["phase"] == phase)])
-            last_s, tokens = own["ttft_ms"].max() / 1e3, own["prompt_tokens"].max()
+            last_s = own["ttft_ms"].max() / 1e3
             posts = pulls.loc[(pulls["arm"] == arm) & (pulls["phase"] == phase), "post_us"] / 1e3
-            row = {
-                "run": run.path.name,
-                "arm": arm,
-                "phase": phase,
-                "prompt_tokens": tokens,
-                "p50_s": own["ttft_ms"].median() / 1e3,
-            }
+            row = {"run": run.path.name, "arm": arm, "prompt_tokens": own["prompt_tokens"].max()}
+            row |= {"p50_s": own["ttft_ms"].median() / 1e3}
             row |= {"last_s": last_s, "rate": sums["bytes"] / own["repetition"].nunique() / last_s / 1e9}
             row |= {"pull_ms": sums["mean_xfer_ms"], "post_ms": sums["mean_post_ms"]}
             row |= {"post_median_ms": posts.median(), "post_max_ms": posts.max()}
@@ -331,8 +326,7 @@ def tcp_predictions(run: Run) -> str:
     said = []
     for what, seen, low, high, unit in checks:
         word = "holds" if seen.between(low, high).all() else "does NOT hold at every length"
-        each = ", ".join(f"{v:.3g} at {charts.lengths(float(n))}" for n, v in seen.items())
-        said.append(f"{what}: {word} ({each}; {unit})")
+        said.append(f"{what}: {word} ({_each(seen, '{:.3g}')}; {unit})")
     return "\n".join(said)
 
 
@@ -377,9 +371,9 @@ def _settings(engines: Sequence[Run]) -> dict[str, dict[str, Any]]:
 def block_sizes(engines: Sequence[Run], agents: Run, agents_arm: str) -> pd.DataFrame:
     """Return engine pulls by arm and descriptor count, beside what the cost model of two bare agents predicts.
 
-    ``predicted_ms`` is of the model's part from NIXL's split up where ``split`` is set, else of its part below;
-    ``descriptors`` is the mean of a phase, as vLLM counts them;
-    ``ttft_ratio`` (with ``_low``, ``_high``) is to the largest block of the arms without cross-layer blocks.
+    ``descriptors`` is the mean of a phase, as vLLM counts them; ``predicted_ms`` is of the model's part from NIXL's
+    split up where ``split`` is set, else of its part below; ``ttft_ratio`` (with ``_low``, ``_high``) is to the largest
+    block of the arms without cross-layer blocks.
 
     :param engines: runs of the same arms, which differ in block size or in cross-layer blocks; each run brings
         starts of their engines; an arm that one of them lacks is left out
@@ -397,9 +391,10 @@ def block_sizes(engines: Sequence[Run], agents: Run, agents_arm: str) -> pd.Data
     keys = ["arm", "start", "request"]
     # A request's pull tells its descriptors: neighbouring blocks are merged in a fresh cache and not in a used one.
     asked = asked[asked["ttft_ms"].notna()].merge(pulls[[*keys, "descriptors"]], on=keys)
-    kinds = asked.assign(arm=np.where(asked["arm"] == largest, largest, asked["arm"] + "|" + _count(asked)))
+    kind = asked["arm"] + "|" + asked["descriptors"].astype(int).astype(str)
+    kinds = asked.assign(arm=kind.where(asked["arm"] != largest, largest))
     ratios = compare.ratios(kinds, baseline=largest, value="ttft_ms", block="block")
-    beside = {(r["arm"], r["prompt_tokens"]): (r["ratio"], r["low"], r["high"]) for r in ratios.to_dict("records")}
+    to_largest = {(r["arm"], r["prompt_tokens"]): (r["ratio"], r["low"], r["high"]) for r in ratios.to_dict("records")}
     bare = agents.table("pulls")
     # vLLM gives NIXL four threads, as many as the agents had.
     threads = int(bare.loc[bare["arm"] == agents_arm, "nixl_threads"].max())
@@ -413,25 +408,21 @@ def block_sizes(engines: Sequence[Run], agents: Run, agents_arm: str) -> pd.Data
     firsts = {key: own["ttft_ms"] for key, own in asked.groupby(by)}
     for (arm, tokens, count), own in pulls.groupby(by, sort=False):
         n, size = int(float(str(count))), int(own["bytes"].median())
-        guess, few = (cost.predict(model, [n], [size]).iloc[0] for model in (above, below))
+        split = n >= shape.SPLIT_AT
+        guess = cost.predict(above if split else below, [n], [size]).iloc[0]
         ttft = firsts[arm, tokens, count]
         pull, first = median_interval(own["xfer_us"] / 1e3), median_interval(ttft)
-        same = (1.0, 1.0, 1.0) if arm == largest else beside.get((f"{arm}|{n}", tokens), (np.nan,) * 3)
+        same = (1.0, 1.0, 1.0) if arm == largest else to_largest.get((f"{arm}|{n}", tokens), (np.nan,) * 3)
         row = {"arm": arm, "prompt_tokens": round(float(str(tokens))), "n": len(own), "usual": arm in usual}
         row |= {"block_size": settings[str(arm)]["block_size"], "descriptors": n, "kib": size / n / 1024}
         row |= {"post_ms": own["post_us"].median() / 1e3, "gb_per_s": size / (pull[0] * 1e6)}
         row |= {f"{q}{e}": v for q, x in (("pull", pull), ("ttft", first)) for e, v in zip(ENDS, x, strict=True)}
         row |= {f"ttft_ratio{e}": v for e, v in zip(("", "_low", "_high"), same, strict=True)}
-        fits, split = (few, False) if n < shape.SPLIT_AT else (guess, True)
-        row |= {"predicted_ms": fits["xfer_us"] / 1e3, "extrapolated": bool(fits["extrapolated"]), "split": split}
+        row |= {"predicted_ms": guess["xfer_us"] / 1e3, "extrapolated": bool(guess["extrapolated"]), "split": split}
         row |= {"every_thread": n >= threads * shape.SPLIT_AT, "pull_share": pull[0] / first[0]}
         rows.append(row | {"post_per_descriptor_us": (own["post_us"] / n).median()})
     order = ["prompt_tokens", "usual", "descriptors"]
     return pd.DataFrame(rows).sort_values(order, ascending=[True, False, False], ignore_index=True)
-
-
-def _count(requests: pd.DataFrame) -> pd.Series:
-    return requests["descriptors"].astype(int).astype(str)
 
 
 def _ends(row: dict[Any, Any], name: str, form: str) -> str:
@@ -635,9 +626,8 @@ def cross_layer_findings(each: Sequence[pd.DataFrame]) -> str:
         used = other[other["descriptors"] > other["prompt_tokens"] / other["block_size"] / 2].set_index("prompt_tokens")
         times, later = (rows["pull_ms"] / plain["pull_ms"] for rows in (fresh, used))
         low, high = fresh["pull_low_ms"] / plain["pull_high_ms"], fresh["pull_high_ms"] / plain["pull_low_ms"]
-        sure = (
-            _all(high < 1 / 30) if not ((low < 1 / 30) & (high > 1 / 30)).any() else "is not resolved at every length"
-        )
+        across = (low < 1 / 30) & (high > 1 / 30)
+        sure = "is not resolved at every length" if across.any() else _all(high < 1 / 30)
         less = (plain["ttft_ms"] - fresh["ttft_ms"]) / (plain["pull_ms"] - fresh["pull_ms"])
         long = plain["pull_ms"].to_dict()[16384]
         said += [
